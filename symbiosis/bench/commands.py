@@ -8,10 +8,12 @@ import sys
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from symbiosis.core.registry import POLICIES, names
+from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console
 from symbiosis.terminal.loop import run, wait_passively
 
@@ -34,15 +36,6 @@ class WireName(StrEnum):
     DIST = "dist"
 
 
-class TransportName(StrEnum):
-    """Transports of a benchmark, in process or not."""
-
-    INPROC = "inproc"
-    SHM = "shm"
-    TCP = "tcp"
-    DIST = "dist"
-
-
 PresetOption = Annotated[PresetName, typer.Option(help="Model: tiny and 100m are fp32, 1b is bf16; random weights.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 DeviceOption = Annotated[str, typer.Option(help="Device of base model and clients, such as cpu or cuda.")]
@@ -57,7 +50,7 @@ LayersOption = Annotated[
 RoundsOption = Annotated[int, typer.Option(min=1, help="Measurements of each kind; medians are shown.")]
 ClientsOption = Annotated[list[int] | None, typer.Option(min=1, help="Number of clients at once; repeat for several.")]
 TransportOption = Annotated[
-    TransportName,
+    Literal["inproc", "shm", "tcp", "dist"],
     typer.Option(help="inproc: clients in the executor's process; otherwise executor and clients in their own."),
 ]
 TraceOption = Annotated[
@@ -75,13 +68,13 @@ def overhead(
     policy: PolicyOption = "opportunistic",
     base_layers: LayersOption = "linear",
     device: DeviceOption = "cpu",
-    transport: TransportOption = TransportName.INPROC,
+    transport: TransportOption = "inproc",
     json: JsonOption = None,
 ) -> None:
     """Measure one client against plain HF+PEFT: decode step and training step, with the paper's four LoRAs."""
-    if transport is not TransportName.INPROC:
+    if transport != "inproc":
         wait_passively()
-    _on_model("overhead", json, preset, rounds, policy, base_layers, device, transport=transport.value)
+    _on_model("overhead", json, preset, rounds, policy, base_layers, device, transport=transport)
 
 
 @app.command()
@@ -92,7 +85,7 @@ def serve(
     base_layers: LayersOption = "mlp",
     device: DeviceOption = "cpu",
     clients: ClientsOption = None,
-    transport: TransportOption = TransportName.INPROC,
+    transport: TransportOption = "inproc",
     joint: Annotated[
         list[str] | None,
         typer.Option(help="Joint decoding: off, exact or fast; repeat to compare. off, fast by default."),
@@ -111,20 +104,18 @@ def serve(
     json: JsonOption = None,
 ) -> None:
     """Measure 1 to 16 decoding clients: tokens/s against plain jobs in turn and against a mixed-adapter batch."""
-    from symbiosis.errors import UsageError
-
     name, _, python = peer.partition("=")
     if peer and not (name == "vllm" and python):
         raise UsageError(f"--peer {peer}: write vllm=PYTHON, with the Python of an environment that has vLLM")
-    if peer and (varied or transport is not TransportName.INPROC):
+    if peer and (varied or transport != "inproc"):
         raise UsageError("--peer compares clients in this process with LoRA; leave --varied and --transport out")
     counts = [1, 2, 4, 8, 16]
-    if transport is not TransportName.INPROC:
+    if transport != "inproc":
         wait_passively()
         counts.pop()
     options = {
         "counts": tuple(clients or counts),
-        "transport": transport.value,
+        "transport": transport,
         "modes": tuple(joint or ("off", "fast")),
         "varied": varied,
         "vllm": python,
@@ -154,8 +145,6 @@ def schedule(
     json: JsonOption = None,
 ) -> None:
     """Measure the CPU time of scheduling one request, for each policy, with 8, 100 and 1000 clients."""
-    from symbiosis.core.registry import POLICIES, names
-
     options = {"policies": tuple(policy or names(POLICIES)), "counts": tuple(clients or (8, 100, 1000))}
     _measure("schedule", "", json, lambda progress: {**options, "rounds": rounds, "progress": progress})
 

@@ -22,8 +22,6 @@ LENGTHS = {"tiny": 0.1, "100m": 0.04, "1b": 0.03}
 SHAPES_PLAYED = ("chat", "code")
 CLIENTS, TUNING = 8, 1
 REQUESTS = 32
-LOADS = (0.2, 0.4, 0.6)
-"""Loads, as parts of the tokens/s that the same clients get without pauses and without fine-tuning."""
 SLO_FACTOR = 3.0
 """SLO as a multiple of the time per token of one client alone."""
 NO_SLO = SLO(1e9, 1e9)
@@ -32,8 +30,9 @@ QUIET_S = 15.0
 """Seconds for which fine-tuning is measured alone."""
 
 
-async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tuple[float, ...] = LOADS) -> Report:
-    """Play bursty traces at several loads while a client fine-tunes; policies are interleaved.
+async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tuple[float, ...]) -> Report:
+    """Play bursty traces at several loads while a client fine-tunes; policies are interleaved. Loads are parts of the
+    tokens/s that the same clients get without pauses and without fine-tuning.
 
     The headline ``slo_attainment`` is that of co-serving at the heaviest load of the first trace. ``finetune_kept`` is
     its fine-tuning there, relative to fine-tuning without inference. The same of code begins with ``code_``.

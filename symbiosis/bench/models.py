@@ -111,10 +111,10 @@ def varied(number: int) -> PeftConfig | None:
     return kinds[number % len(kinds)]
 
 
-def build(preset: Preset, device: torch.device, dtype: torch.dtype | None = None) -> LlamaForCausalLM:
+def build(preset: Preset, device: torch.device) -> LlamaForCausalLM:
     """Return a preset's model with random weights, scaled so that activations neither vanish nor explode."""
     default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or preset.dtype)
+    torch.set_default_dtype(preset.dtype)
     try:
         with torch.device("meta"):
             model = LlamaForCausalLM(preset.config())

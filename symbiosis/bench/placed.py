@@ -204,12 +204,10 @@ class _Wire(Way):
     """
 
     def __init__(self, clock: Clock, thread: Thread, wait_s: float, work_s: float) -> None:
-        self.bytes = 0
         self._clock, self._thread, self._wait_s, self._work_s = clock, thread, wait_s, work_s
 
     def send(self, size: int, then: Callable[[], None]) -> None:
         handle = partial(self._thread.run, self._work_s, 1, then)
-        self.bytes += size
         self._clock.at(self._clock.now + self._wait_s, handle)
 
 

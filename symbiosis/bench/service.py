@@ -124,7 +124,6 @@ class TenantProcess:
     in seconds."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.pid = process.pid
         self._process = process
 
     async def prefill(self, address: int = 0) -> float:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from symbiosis.bench.commands import LayersOption, PresetName
-from symbiosis.terminal.console import PLOTS, console, is_given, writable, write_json
+from symbiosis.core.registry import make_policy
+from symbiosis.errors import UsageError
+from symbiosis.terminal.console import PLOTS, console, is_given, toml_in, writable, write_json
+from symbiosis.terminal.loop import run
 from symbiosis.terminal.progress import Steps
 
 if TYPE_CHECKING:
@@ -24,14 +26,6 @@ if TYPE_CHECKING:
     from symbiosis.simulation.costs import Costs
     from symbiosis.simulation.outcome import SLO, LoadOutcome
     from symbiosis.simulation.replay import Place, ReplayedLoad
-
-
-class MachineName(StrEnum):
-    """Machines with known costs."""
-
-    A100 = "a100"
-    H100 = "h100"
-    HERE = "here"
 
 
 ROUNDS = 5
@@ -71,8 +65,9 @@ def simulate(
         list[str] | None, typer.Option(help="Batching policy, with options; repeat to compare. By default four.")
     ] = None,
     machine: Annotated[
-        MachineName, typer.Option(help="Costs of base layers: a GPU by its data sheet, or measured here on a preset.")
-    ] = MachineName.A100,
+        Literal["a100", "h100", "here"],
+        typer.Option(help="Costs of base layers: a GPU by its data sheet, or measured here on a preset."),
+    ] = "a100",
     model: Annotated[
         str, typer.Option(help="Model on a GPU: llama-3.1-8b, llama-2-13b, qwen2.5-14b, qwen2.5-32b or gemma-2-27b.")
     ] = "llama-3.1-8b",
@@ -145,8 +140,6 @@ def simulate(
 
         symbiosis simulate --machine here --requests 24 --lengths 0.05 --clients 8 --no-paced --check
     """
-    from symbiosis.core.registry import make_policy
-    from symbiosis.errors import UsageError
     from symbiosis.simulation.clock import Clock
     from symbiosis.simulation.costs import roofline
     from symbiosis.simulation.loads import arrivals, make_shape
@@ -181,8 +174,8 @@ def simulate(
         if placement is not None:
             costs, place = _placed(placement, model)
         else:
-            here = machine is MachineName.HERE
-            costs = _calibrate(preset.value, base_layers, played) if here else roofline(machine.value, model)
+            here = machine == "here"
+            costs = _calibrate(preset.value, base_layers, played) if here else roofline(machine, model)
             place = replicas(costs, executors)
         for spec in policies:
             place(Clock(), partial(make_policy, spec))  # report a latency target that cannot be met
@@ -201,10 +194,8 @@ def _check_options(context: typer.Context) -> None:
     Raises:
         UsageError: an option is invalid, or has no effect beside the other options.
     """
-    from symbiosis.errors import UsageError
-
     given = context.params
-    here = given["machine"] is MachineName.HERE
+    here = given["machine"] == "here"
     if given["check"] and not here:
         raise UsageError(
             "--check plays the load to a real executor, so the costs must be measured here: --machine here"
@@ -243,9 +234,7 @@ def _check_options(context: typer.Context) -> None:
     for spec in policies:
         if policies.count(spec) > 1:
             raise UsageError(f"--policy {spec} is given {policies.count(spec)} times; give it once")
-    for file in (given["json"], given["plot"]):
-        if file is not None:
-            writable(file)
+    writable(given["json"], given["plot"])
     if given["plot"] is not None and given["plot"].suffix not in PLOTS:
         raise UsageError(f"--plot {given['plot']}: give a file that ends in {', '.join(PLOTS)}")
 
@@ -264,7 +253,6 @@ def _grid(
     plot: Path | None,
 ) -> None:
     from symbiosis.bench import grid
-    from symbiosis.core.registry import make_policy
     from symbiosis.simulation.replay import told
     from symbiosis.terminal.machine import machine
 
@@ -301,7 +289,6 @@ def _grid(
 
 def _calibrate(preset: str, base_layers: str, load: ReplayedLoad) -> Costs:
     from symbiosis.bench.calibrate import calibrate
-    from symbiosis.terminal.loop import run
 
     with console().status("measuring") as status:
         return run(calibrate(_settings(preset, base_layers, 1, lambda text: status.update(f"measuring: {text}")), load))
@@ -309,8 +296,6 @@ def _calibrate(preset: str, base_layers: str, load: ReplayedLoad) -> Costs:
 
 def _check(policies: list[str], preset: str, base_layers: str, load: ReplayedLoad, slo: SLO) -> dict[str, Checked]:
     from symbiosis.bench.check import check
-    from symbiosis.core.registry import make_policy
-    from symbiosis.terminal.loop import run
 
     with console().status("measuring") as status:
         settings = _settings(preset, base_layers, ROUNDS, status.update)
@@ -331,7 +316,6 @@ def _placed(file: Path, model: str) -> tuple[Costs, Place]:
     from symbiosis.simulation.costs import shape_of
     from symbiosis.simulation.machines import read_fleet, read_placement
     from symbiosis.simulation.placement import SimulatedModel, place
-    from symbiosis.terminal.console import toml_in
 
     data = toml_in(file, f"--placement {file}")
     base, fleet = SimulatedModel.of(shape_of(model)), read_fleet(data)
@@ -341,7 +325,6 @@ def _placed(file: Path, model: str) -> tuple[Costs, Place]:
 
 
 def _predict(spec: str, costs: Costs, load: ReplayedLoad, slo: SLO, place: Place) -> LoadOutcome:
-    from symbiosis.core.registry import make_policy
     from symbiosis.simulation.replay import replay
 
     with Steps(console(stderr=True)) as steps:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from symbiosis.errors import UsageError
 from symbiosis.terminal.console import PLOTS, console, writable, write_json
+from symbiosis.terminal.loop import run
 
 if TYPE_CHECKING:
     from symbiosis.privacy.audit.result import Audit
@@ -62,12 +64,16 @@ def audit(
     from symbiosis.privacy.audit.run import SCHEMES
     from symbiosis.privacy.audit.run import audit as run_audit
     from symbiosis.privacy.audit.workload import Workload
-    from symbiosis.terminal.loop import run
     from symbiosis.terminal.machine import machine
 
     if into is not None:
         split_page(into)  # raises before the work if the page has no place for the tables
-    _check(hidden, json, plot, into)
+    if hidden % _HIDDEN_STEP:
+        nearest = hidden // _HIDDEN_STEP * _HIDDEN_STEP
+        raise UsageError(f"--hidden is {hidden}; give a multiple of {_HIDDEN_STEP}, such as {nearest}")
+    if plot is not None and plot.suffix not in PLOTS:
+        raise UsageError(f"--plot {plot}: give a file that ends in {', '.join(PLOTS)}")
+    writable(json, plot, into)
     plan = Workload(hidden=hidden, intermediate=2 * hidden, prompts=prompts, repeats=repeats, seed=seed)
     with console().status("building a model") as status:
         result = run(run_audit(scheme or SCHEMES, plan, baselines=lots, progress=status.update))
@@ -78,24 +84,6 @@ def audit(
         draw(plot, result)
     if into is not None:
         write_into(into, result)
-
-
-def _check(hidden: int, json: Path | None, plot: Path | None, into: Path | None) -> None:
-    """Check options before the work, which takes minutes.
-
-    Raises:
-        UsageError: the width is impossible, or a result could not be written.
-    """
-    from symbiosis.errors import UsageError
-
-    if hidden % _HIDDEN_STEP:
-        nearest = hidden // _HIDDEN_STEP * _HIDDEN_STEP
-        raise UsageError(f"--hidden is {hidden}; give a multiple of {_HIDDEN_STEP}, such as {nearest}")
-    if plot is not None and plot.suffix not in PLOTS:
-        raise UsageError(f"--plot {plot}: give a file that ends in {', '.join(PLOTS)}")
-    for file in (json, plot, into):
-        if file is not None:
-            writable(file)
 
 
 def _show(result: Audit) -> None:

@@ -18,9 +18,6 @@ from symbiosis.terminal.progress import Steps
 if TYPE_CHECKING:
     from symbiosis.testing.compat import Cell, ServedPart
 
-LEAST_SERVED = 0.9
-"""Part of the linear and expert weights below which the table says what is not served."""
-
 
 def compat(
     models: Annotated[
@@ -57,9 +54,7 @@ def compat(
     from symbiosis.terminal.loop import run, wait_passively
     from symbiosis.testing.compat import METHODS, TRANSPORTS, WRONG, as_data
 
-    for file in (json, page):
-        if file is not None:
-            writable(file)
+    writable(json, page)
     for given, known, option in ((method, METHODS, "--method"), (transport, TRANSPORTS, "--transport")):
         for name in given or ():
             if name not in known:
@@ -115,7 +110,7 @@ async def _try(
 
 
 def _show(shares: list[ServedPart], cells: list[Cell], *, sizes: bool) -> None:
-    from symbiosis.testing.compat import EQUAL, WRONG
+    from symbiosis.testing.compat import EQUAL, LEAST_SERVED, WRONG
 
     out = console()
     methods = list(dict.fromkeys(cell.method for cell in cells))

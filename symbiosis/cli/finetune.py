@@ -34,7 +34,9 @@ _TRAINER = {
     "seed": "seed",
 }
 """Arguments of transformers' ``TrainingArguments``, by the options that set them. A resumed run has the same ones."""
-_METHOD, _TRAINING, _CHECKPOINTS = "PEFT method", "Training", "Evaluation and checkpoints"
+_method = partial(typer.Option, rich_help_panel="PEFT method")
+_training = partial(typer.Option, rich_help_panel="Training")
+_checkpoints = partial(typer.Option, rich_help_panel="Evaluation and checkpoints")
 
 
 def finetune(
@@ -51,118 +53,64 @@ def finetune(
         ),
     ] = None,
     lora: Annotated[
-        str,
-        typer.Option(
-            help="A LoRA: r, alpha, dropout, targets (names joined with +, or all-linear).", rich_help_panel=_METHOD
-        ),
+        str, _method(help="A LoRA: r, alpha, dropout, targets (names joined with +, or all-linear).")
     ] = "r=8,alpha=16",
     ia3: Annotated[
-        bool,
-        typer.Option(
-            "--ia3",
-            help="IA3 in place of a LoRA, on the layers that PEFT chooses for the model.",
-            rich_help_panel=_METHOD,
-        ),
+        bool, _method("--ia3", help="IA3 in place of a LoRA, on the layers that PEFT chooses for the model.")
     ] = False,
     prefix: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Prefix tuning in place of a LoRA: number of virtual tokens.", rich_help_panel=_METHOD
-        ),
+        int | None, _method(min=1, help="Prefix tuning in place of a LoRA: number of virtual tokens.")
     ] = None,
     peft: Annotated[
         Path | None,
-        typer.Option(
+        _method(
             help='Any PEFT method in place of a LoRA: a JSON file like an adapter_config.json, such as {"peft_type": '
-            '"VERA", "r": 64}.',
-            rich_help_panel=_METHOD,
+            '"VERA", "r": 64}.'
         ),
     ] = None,
-    epochs: Annotated[float, typer.Option(min=1e-6, help="Passes over the data.", rich_help_panel=_TRAINING)] = 3.0,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Optimizer steps, in place of --epochs.", rich_help_panel=_TRAINING),
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.", rich_help_panel=_TRAINING)] = 4,
-    accumulate: Annotated[
-        int, typer.Option(min=1, help="Batches whose gradients one optimizer step uses.", rich_help_panel=_TRAINING)
-    ] = 1,
-    sequence: Annotated[
-        int, typer.Option(min=8, help="Largest number of tokens in a sequence.", rich_help_panel=_TRAINING)
-    ] = 256,
+    epochs: Annotated[float, _training(min=1e-6, help="Passes over the data.")] = 3.0,
+    steps: Annotated[int | None, _training(min=1, help="Optimizer steps, in place of --epochs.")] = None,
+    batch: Annotated[int, _training(min=1, help="Sequences in a batch.")] = 4,
+    accumulate: Annotated[int, _training(min=1, help="Batches whose gradients one optimizer step uses.")] = 1,
+    sequence: Annotated[int, _training(min=8, help="Largest number of tokens in a sequence.")] = 256,
     window: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Train in windows of this many tokens: the same gradients with less memory and more time.",
-            rich_help_panel=_TRAINING,
+        _training(
+            min=1, help="Train in windows of this many tokens: the same gradients with less memory and more time."
         ),
     ] = None,
-    learning_rate: Annotated[
-        float, typer.Option(min=0, help="Learning rate of AdamW.", rich_help_panel=_TRAINING)
-    ] = 1e-4,
+    learning_rate: Annotated[float, _training(min=0, help="Learning rate of AdamW.")] = 1e-4,
     schedule: Annotated[
-        str,
-        typer.Option(
-            help="Schedule of the learning rate: constant, linear, cosine, or another one of transformers.",
-            rich_help_panel=_TRAINING,
-        ),
+        str, _training(help="Schedule of the learning rate: constant, linear, cosine, or another one of transformers.")
     ] = "linear",
     warmup: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="Steps in which the rate rises. A number below 1 is a part of all steps.",
-            rich_help_panel=_TRAINING,
-        ),
+        float, _training(min=0, help="Steps in which the rate rises. A number below 1 is a part of all steps.")
     ] = 0.0,
-    weight_decay: Annotated[float, typer.Option(min=0, help="Weight decay of AdamW.", rich_help_panel=_TRAINING)] = 0.0,
-    clip: Annotated[
-        float,
-        typer.Option(min=0, help="Largest norm of the gradients; 0 does not clip.", rich_help_panel=_TRAINING),
-    ] = 1.0,
-    seed: Annotated[
-        int,
-        typer.Option(
-            min=0, max=2**32 - 1, help="Seed of the adapter, dropout and data order.", rich_help_panel=_TRAINING
-        ),
-    ] = 0,
+    weight_decay: Annotated[float, _training(min=0, help="Weight decay of AdamW.")] = 0.0,
+    clip: Annotated[float, _training(min=0, help="Largest norm of the gradients; 0 does not clip.")] = 1.0,
+    seed: Annotated[int, _training(min=0, max=2**32 - 1, help="Seed of the adapter, dropout and data order.")] = 0,
     validation: Annotated[
         str | None,
-        typer.Option(
-            help="Validation data: a file, or a part of the data such as 0.1. The best checkpoint becomes the adapter.",
-            rich_help_panel=_CHECKPOINTS,
+        _checkpoints(
+            help="Validation data: a file, or a part of the data such as 0.1. The best checkpoint becomes the adapter."
         ),
     ] = None,
-    every: Annotated[
-        int, typer.Option(min=1, help="Steps between checkpoints, and evaluations.", rich_help_panel=_CHECKPOINTS)
-    ] = 50,
+    every: Annotated[int, _checkpoints(min=1, help="Steps between checkpoints, and evaluations.")] = 50,
     patience: Annotated[
-        int | None,
-        typer.Option(min=1, help="End after so many evaluations without a better one.", rich_help_panel=_CHECKPOINTS),
+        int | None, _checkpoints(min=1, help="End after so many evaluations without a better one.")
     ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Continue from the last checkpoint in --output.", rich_help_panel=_CHECKPOINTS),
-    ] = False,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Replace what is in --output.", rich_help_panel=_CHECKPOINTS),
-    ] = False,
+    resume: Annotated[bool, _checkpoints("--resume", help="Continue from the last checkpoint in --output.")] = False,
+    overwrite: Annotated[bool, _checkpoints("--overwrite", help="Replace what is in --output.")] = False,
     sweep: Annotated[
         Path | None,
-        typer.Option(
+        _training(
             help="Several runs side by side: a TOML file with a table for each, such as \\[small] with lora = 'r=4'. "
-            "Each gets a folder of its name in --output.",
-            rich_help_panel=_TRAINING,
+            "Each gets a folder of its name in --output."
         ),
     ] = None,
     log_to: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Logger that transformers supports, such as tensorboard or wandb; repeat for several.",
-            rich_help_panel=_CHECKPOINTS,
-        ),
+        _checkpoints(help="Logger that transformers supports, such as tensorboard or wandb; repeat for several."),
     ] = None,
     key: KeyOption = None,
     insecure: InsecureOption = False,
@@ -194,8 +142,7 @@ def finetune(
     options = options_of(key=key, insecure=insecure, retry=retry)
     make_transport(address, **options)  # an error in them comes before the imports of some seconds below
     with owned(output):
-        if json is not None:
-            writable(json)
+        writable(json)
         checkpoint = checkpoint_in(output) if resume else None
         earlier = [] if resume else earlier_in(output, overwrite, read=read)
         records, others, held_out, config, option = read_inputs(context.params, partial(is_given, context))

@@ -12,11 +12,15 @@ from typing import Annotated, Any
 
 import typer
 
+from symbiosis.cli.chats import chat_prompt, encode
+from symbiosis.cli.data import PromptFormat, check_encodable, read_prompts
 from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, PrivacyOption, RetryOption, options_of
+from symbiosis.cli.positions import positions_of
 from symbiosis.core.registry import make_transport
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, visible, writable
 from symbiosis.terminal.loop import wait_passively
+from symbiosis.terminal.progress import Steps
 
 _HOTTEST = 1e6
 """Largest temperature, and the inverse of the smallest. Logits divided by a much smaller one overflow."""
@@ -91,8 +95,6 @@ def generate(
     import torch
 
     from symbiosis import open_model
-    from symbiosis.cli.data import PromptFormat
-    from symbiosis.cli.positions import positions_of
 
     form = PromptFormat() if adapter is None else PromptFormat.load(adapter)
     if chat and form.name not in ("", "chat"):
@@ -130,8 +132,6 @@ def generate(
 
 
 def _asked(prompt: str | None, file: Path | None) -> list[Mapping[str, Any]]:
-    from symbiosis.cli.data import check_encodable, read_prompts
-
     if file is not None:
         return read_prompts(Path("/dev/stdin") if file == STANDARD else file)
     if prompt is None:
@@ -144,8 +144,6 @@ def _asked(prompt: str | None, file: Path | None) -> list[Mapping[str, Any]]:
 
 def _typed(read: Callable[[], str]) -> str:
     """Return what is read from standard input. Raises UsageError if it is not UTF-8."""
-    from symbiosis.cli.data import check_encodable
-
     try:
         text = read()
     except UnicodeDecodeError as error:
@@ -155,15 +153,11 @@ def _typed(read: Callable[[], str]) -> str:
 
 
 def _system_message(text: str | None) -> list[dict[str, str]]:
-    from symbiosis.cli.data import check_encodable
-
     check_encodable(text or "", "--system")
     return [] if text is None else [{"role": "system", "content": text}]
 
 
 def _check_stops(stops: list[str]) -> None:
-    from symbiosis.cli.data import check_encodable
-
     for one in stops:
         check_encodable(one, "--stop")
         if not one:
@@ -188,8 +182,6 @@ class _Writer:
     """
 
     def __init__(self, model: Any, tokenizer: Any, positions: int | None, options: dict[str, Any], end: str) -> None:
-        from symbiosis.cli.chats import encode
-
         self.tokenizer = tokenizer
         self._model = model
         self._positions = positions
@@ -253,8 +245,6 @@ def _to_file(
     writer: _Writer, asked: list[Mapping[str, Any]], begun: list[list[int]], number: int, output: Path
 ) -> None:
     """Write the texts of prompts, which begin with these tokens, to a file, a line for each."""
-    from symbiosis.terminal.progress import Steps
-
     total, out = len(asked) * number, console(stderr=True)
     with (
         nullcontext(sys.stdout) if output == STANDARD else output.open("w", encoding="utf-8") as file,
@@ -273,8 +263,6 @@ def _to_file(
 
 def _chat(writer: _Writer, messages: list[dict[str, str]]) -> None:
     """Answer the lines of standard input, in a conversation that begins with these messages."""
-    from symbiosis.cli.chats import chat_prompt
-
     out = console(stderr=True)
     while True:
         out.print("[bold]you:[/] ", end="")

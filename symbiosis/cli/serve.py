@@ -8,9 +8,9 @@ import json as json_module
 import os
 import signal
 from contextlib import AsyncExitStack, ExitStack, closing, nullcontext
-from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -38,11 +38,7 @@ LOADING_ERRORS = (OSError, ValueError, RuntimeError, ImportError, AssertionError
 """What transformers raises for a checkpoint that it cannot load. torch asserts that there is CUDA."""
 
 
-class LogFormat(StrEnum):
-    """Formats of events on standard error."""
-
-    CONSOLE = "console"
-    JSON = "json"
+_optional = partial(typer.Option, show_default=False)
 
 
 def serve(
@@ -67,22 +63,20 @@ def serve(
     insecure: InsecureOption = False,
     limit: Annotated[
         list[str] | None,
-        typer.Option(
+        _optional(
             help="Limit of one client (calls, rows, arena_bytes) or of one tenant (clients), as name=number; repeat "
-            "for several. docs/providers.md explains them.",
-            show_default=False,
+            "for several. docs/providers.md explains them."
         ),
     ] = None,
     dist_backend: Annotated[
-        str | None, typer.Option(help="Backend of dist://: nccl (the default on CUDA) or gloo.", show_default=False)
+        str | None, _optional(help="Backend of dist://: nccl (the default on CUDA) or gloo.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device of the base model, such as cpu or cuda.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Precision to serve in, such as bf16 (default: the checkpoint's).")
     ] = None,
     max_rows: Annotated[
-        int,
-        typer.Option(min=1, help="Largest number of rows in a batch; larger requests are served in slices."),
+        int, typer.Option(min=1, help="Largest number of rows in a batch; larger requests are served in slices.")
     ] = 8192,
     max_bytes: Annotated[
         int,
@@ -97,18 +91,16 @@ def serve(
     ] = True,
     allow_weights: Annotated[
         list[str] | None,
-        typer.Option(
+        _optional(
             help="Base layer, by name or pattern, whose weight tenants may have too, to train it in full "
-            "(modules_to_save), such as lm_head; repeat for several.",
-            show_default=False,
+            "(modules_to_save), such as lm_head; repeat for several."
         ),
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(
+        _optional(
             help="Serve a part of the base layers: blocks, ranges of them and names or patterns, such as "
-            "0-15,lm_head. Other executors serve the others, whose weights are not loaded. Tenants name all addresses.",
-            show_default=False,
+            "0-15,lm_head. Other executors serve the others, whose weights are not loaded. Tenants name all addresses."
         ),
     ] = None,
     shards: Annotated[
@@ -120,35 +112,31 @@ def serve(
     ] = 1,
     keep_weights: Annotated[
         bool | None,
-        typer.Option(
-            help="Hand out no weights but embeddings, heads and small tensors. By default for all but shm:// and dist://.",
-            show_default=False,
+        _optional(
+            help="Hand out no weights but embeddings, heads and small tensors. By default for all but shm:// and dist://."
         ),
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(
+        _optional(
             help="Name of the model for tenants, which their adapters state as their base model (default: the hub id, "
-            "or the last part of the folder's path).",
-            show_default=False,
+            "or the last part of the folder's path)."
         ),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            help="Write what runs when to this file, in place of an earlier trace, for ui.perfetto.dev.",
-            show_default=False,
-        ),
+        _optional(help="Write what runs when to this file, in place of an earlier trace, for ui.perfetto.dev."),
     ] = None,
     metrics: Annotated[
         str | None,
-        typer.Option(
+        _optional(
             help="HOST:PORT for Prometheus: /metrics, /health and /ready over HTTP. It shows the names of tenants to "
-            "all who can connect.",
-            show_default=False,
+            "all who can connect."
         ),
     ] = None,
-    log_format: Annotated[LogFormat, typer.Option(help="Format of events on standard error.")] = LogFormat.CONSOLE,
+    log_format: Annotated[
+        Literal["console", "json"], typer.Option(help="Format of events on standard error.")
+    ] = "console",
     config: ConfigOption = None,
 ) -> None:
     """Serve a base model to tenants in other processes, until Ctrl-C or SIGTERM.
@@ -194,7 +182,7 @@ def serve(
                         raise UsageError(f"--trace {trace}: the file exists, and is no trace; choose another one")
         from symbiosis.log import render
 
-        render(log_format is LogFormat.JSON)
+        render(log_format == "json")
         run(
             _serve(
                 model,

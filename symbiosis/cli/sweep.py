@@ -60,8 +60,7 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
     resume = context.params["resume"]
     signals: list[int] = []
     with owned(output), heeded(signals.append):
-        if told is not None:
-            writable(told)
+        writable(told)
         for name in runs:
             if not (resume and _has_begun(output / name)):
                 log = [] if resume else [output / f"{name}.log"]  # with --resume, the log goes on

@@ -9,13 +9,15 @@ import shutil
 import signal
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import get_peft_model
 from safetensors import SafetensorError
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
@@ -83,6 +85,7 @@ class Training:
             raise UsageError(f"{option}: {' '.join(str(error).split())}") from error
         self._model = model
         self._watch = _Watch(output)
+        pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
         callbacks = [self._watch, *([] if patience is None else [EarlyStoppingCallback(patience)])]
         try:
             self._trainer = _Trainer(
@@ -92,18 +95,13 @@ class Training:
                 args=_arguments(output, test is not None, arguments),
                 train_dataset=train.examples,
                 eval_dataset=None if test is None else test.examples,
-                data_collator=_Padding(tokenizer),
+                data_collator=partial(_padded, pad),
                 callbacks=callbacks,
             )
             self._trainer.create_optimizer()
             self._trainer.create_scheduler(1)
             self._trainer.optimizer = self._trainer.lr_scheduler = None  # train() makes its own
-        except (
-            ImportError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:  # an unknown schedule, a missing logger
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:  # an unknown schedule, a missing logger
             raise UsageError(
                 f"transformers refuses the training options (--schedule, --log-to, …): {' '.join(str(error).split())}"
             ) from error
@@ -294,45 +292,33 @@ class _Trainer(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def save_checkpoint(self, random: _Random) -> None:
         """Save a checkpoint of the last whole step, with the state that the random numbers had after it."""
-        torch.set_rng_state(random.cpu)
-        torch.cuda.set_rng_state_all(random.cuda)
+        cpu, cuda = random
+        torch.set_rng_state(cpu)
+        torch.cuda.set_rng_state_all(cuda)
         self._save_checkpoint(self.model, trial=None)
 
 
-class _Random(NamedTuple):
-    """State of torch's random numbers."""
+_Random = tuple[torch.Tensor, list[torch.Tensor]]
 
-    cpu: torch.Tensor
-    cuda: list[torch.Tensor]
 
-    @classmethod
-    def now(cls) -> _Random:
-        """Return the present state."""
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state_all())
+def _random() -> _Random:
+    """Return the state of torch's random numbers, on the CPU and on GPUs."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all()
 
 
 class _DivergedError(UsageError):
     """A loss is infinite or not a number, so the adapter is of no use."""
 
 
-class _Padding:
-    """Makes a batch of examples: ``input_ids``, ``attention_mask`` and ``labels``, each [examples, longest]."""
+def _padded(pad: int, examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Return a batch of examples: ``input_ids``, ``attention_mask`` and ``labels``, each [examples, longest]."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
+    def column(rows: Iterable[list[int]], value: int) -> torch.Tensor:
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
 
-    def __call__(self, examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        width = max(len(one["input_ids"]) for one in examples)
-
-        def padded(name: str, value: int) -> torch.Tensor:
-            return torch.tensor([one[name] + [value] * (width - len(one[name])) for one in examples])
-
-        mask = [[1] * len(one["input_ids"]) + [0] * (width - len(one["input_ids"])) for one in examples]
-        return {
-            "input_ids": padded("input_ids", self._pad),
-            "attention_mask": torch.tensor(mask),
-            "labels": padded("labels", IGNORED),
-        }
+    ids = [one["input_ids"] for one in examples]
+    mask, labels = ([1] * len(row) for row in ids), (one["labels"] for one in examples)
+    return {"input_ids": column(ids, pad), "attention_mask": column(mask, 0), "labels": column(labels, IGNORED)}
 
 
 class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
@@ -346,7 +332,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
         self.losses = 0
         self.planned = 0
         """Steps of the whole run when the checkpoint was saved from which it continues, or 0."""
-        self.random = _Random.now()
+        self.random = _random()
         """State after the last whole step."""
         self.steps: Steps | None = None
         """Where progress is shown."""
@@ -396,7 +382,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
             model.base_model.update_and_allocate(state.global_step)  # uses the gradients, which are cleared next
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self.random = _Random.now()
+        self.random = _random()
         if self.signal:
             self.stopped = self.signal
             control.should_save = control.should_training_stop = True
@@ -405,7 +391,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
         rotate(self._output, state.global_step, state.best_model_checkpoint)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self.random = _Random.now()
+        self.random = _random()
 
 
 def _line(entry: dict[str, Any]) -> str:

@@ -131,9 +131,6 @@ class _Work:
 class Way(Protocol):
     """A way for messages."""
 
-    bytes: int
-    """Bytes that were sent."""
-
     def send(self, size: int, then: Callable[[], None]) -> None:
         """Send a message of so many bytes, and call a function when it has arrived."""
 

@@ -26,7 +26,6 @@ class Totals:
     members: int = 0
     """Requests, counted once for each batch that took rows of them; those of a joint walk once for each client."""
     rows: int = 0
-    busy_s: float = 0.0
 
 
 class SimulatedExecutor:
@@ -149,7 +148,6 @@ class SimulatedExecutor:
         totals.batches += 1
         totals.members += sum(len(piece.request.clients) for piece in batch.slices)
         totals.rows += batch.rows
-        totals.busy_s += seconds
         for request in self.scheduler.completed(batch, seconds, self._clock.now):
             self._answers.pop(request.id)()
         self.changed()

@@ -10,7 +10,7 @@ from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.simulation.clients import backward
 from symbiosis.simulation.clock import Clock, Link
-from symbiosis.simulation.costs import Costs, Gpu, LlamaShape
+from symbiosis.simulation.costs import OVERHEAD_S, THINK_S, Costs, Gpu, LlamaShape
 from symbiosis.simulation.executor import MAX_ROWS, SimulatedExecutor
 from symbiosis.simulation.machines import Fleet, Machine, Placement, Site
 from symbiosis.simulation.replay import SimulatedPlacement, told
@@ -18,11 +18,6 @@ from symbiosis.simulation.simulation import Hop, Route
 
 BYTES = 2
 """Of a number in bf16."""
-THINK_S = 40e-6
-"""Seconds of a client's own work (attention, norms, adapter) before each request, at least. Clients do not slow down
-each other, or the executor."""
-OVERHEAD_S = 20e-6
-"""Seconds that an executor needs for each batch besides its latency."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +61,9 @@ class SimulatedModel:
         """Return the costs of this model, without those of batches.
 
         Args:
-            device: where clients compute. Before each request a client takes :data:`THINK_S` or, with many rows, the
-                time to move the tensors that a block keeps three times, divided among the block's requests.
+            device: where clients compute. Before each request a client takes
+                :data:`~symbiosis.simulation.costs.THINK_S` or, with many rows, the time to move the tensors that a
+                block keeps three times, divided among the block's requests.
         """
         moved = 3 * BYTES * self.kept / len(self.shape.siblings()) / (device.efficiency * device.bytes_per_s)
         last = () if self.shape.tied else {self.walk[-1]}

@@ -79,23 +79,24 @@ def toml_in(file: Path, where: str) -> dict[str, Any]:
         raise UsageError(f"{where}: cannot be read as TOML ({error})") from error
 
 
-def writable(path: Path, *, folder: bool = False) -> None:
-    """Check that a file, or a file in a folder, can be written. Makes missing folders.
+def writable(*paths: Path | None, folder: bool = False) -> None:
+    """Check that files, or files in folders, can be written. Makes missing folders, and passes over None.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: one cannot be written.
     """
-    try:
+    for path in filter(None, paths):
         try:
-            (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
-        except FileExistsError as error:
-            raise NotADirectoryError(f"{error.filename} is a file") from error
-        with tempfile.TemporaryFile(dir=path if folder else path.parent):
-            pass
-        if not folder and path.is_dir():
-            raise IsADirectoryError("it is a folder")
-    except OSError as error:
-        raise UsageError(f"cannot write to {path}: {error.strerror or error}") from error
+            try:
+                (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
+            except FileExistsError as error:
+                raise NotADirectoryError(f"{error.filename} is a file") from error
+            with tempfile.TemporaryFile(dir=path if folder else path.parent):
+                pass
+            if not folder and path.is_dir():
+                raise IsADirectoryError("it is a folder")
+        except OSError as error:
+            raise UsageError(f"cannot write to {path}: {error.strerror or error}") from error
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -73,13 +73,7 @@ def _linear(model: Any) -> list[str]:
 
 
 def _lora(**options: Any) -> Callable[[str | None, Any], Any]:
-    def make(task: str | None, model: Any) -> Any:
-        from peft import LoraConfig
-
-        defaults = {"r": 4, "init_lora_weights": False, "target_modules": _linear(model)}
-        return LoraConfig(**{**defaults, **options}, task_type=task)
-
-    return make
+    return _peft("LoraConfig", **{"r": 4, "init_lora_weights": False, "target_modules": _LINEAR, **options})
 
 
 def _peft(name: str, **options: Any) -> Callable[[str | None, Any], Any]:
@@ -92,6 +86,8 @@ def _peft(name: str, **options: Any) -> Callable[[str | None, Any], Any]:
     return make
 
 
+LEAST_SERVED = 0.9
+"""Part of the linear and expert weights below which results say what is not served."""
 _ALL = {"target_modules": _LINEAR}
 METHODS: dict[str, Callable[[str | None, Any], Any]] = {
     "none": lambda task, model: None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -52,19 +53,7 @@ def _bitsandbytes(**options: Any) -> Any:
     return BitsAndBytesConfig(**options)
 
 
-def _nf4() -> Any:
-    return _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-
-
-def _qlora() -> Any:
-    return _bitsandbytes(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-
-
+_nf4 = partial(_bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="nf4")
 ROUND_OTHERWISE = ("AdaLoRA", "DEFT", "DoRA", "HRA")
 """Methods that change a layer's weight in plain PEFT, and its rows or results where the weight is served."""
 
@@ -82,13 +71,13 @@ FORMATS: dict[str, NumberFormat] = {
     "torchao fp8": FP32._replace(quantization=lambda: _torchao("Float8WeightOnlyConfig")),
     "torchao int4": FP32._replace(quantization=_int4),
     "bitsandbytes NF4": FP32._replace(
-        quantization=_nf4,
+        quantization=partial(_nf4, bnb_4bit_compute_dtype=torch.float32),
         note="Both models keep the layout of weights that gives gradients. On a CPU with AVX-512 bf16, a plain model "
         "that only generates gets another layout of bitsandbytes: its logits differ by up to 0.8 %, and texts may.",
     ),
     "bitsandbytes NF4 with bf16": NumberFormat(
         torch.bfloat16,
-        _qlora,
+        partial(_nf4, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16),
         5e-2,
         5e-2,
         tokens=False,

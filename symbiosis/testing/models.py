@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from symbiosis.errors import UnknownNameError
+from symbiosis.testing.zoo import random_model
 
 _COMMON = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _LLAMA = {
@@ -52,11 +53,4 @@ def tiny_model(
     prefix, options = _CONFIGS[architecture]
     config = getattr(transformers, f"{prefix}Config")(**{**_COMMON, **options, **overrides})
     model_class = getattr(transformers, "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = model_class(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("bias"):
-                    parameter.normal_(std=0.1)
-    return model.to(dtype).eval()
+    return random_model(model_class, config, seed=seed).to(dtype)

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, LayerSpec, Pass
@@ -38,11 +39,6 @@ from symbiosis.transports.limits import Limits
 WITHIN_S = 30.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _names = itertools.count(1)
-
-
-def assert_same(result: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Compare shape, dtype and values, to a tolerance: another thread may multiply in another order."""
-    torch.testing.assert_close(result, wanted)
 
 
 def _model() -> Any:
@@ -118,7 +114,7 @@ class TransportConformance:
         expected = self._expected(executor, call)
         assert len(results) == len(expected)
         for result, wanted in zip(results, expected, strict=True):
-            assert_same(result, wanted)
+            assert_close(result, wanted)
 
     @staticmethod
     async def _until(condition: Any) -> None:
@@ -160,7 +156,7 @@ class TransportConformance:
             (kept,) = await asyncio.wait_for(channel.send(call), WITHIN_S)
             for seed in range(5):
                 await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 4, seed=seed + 1))
-            assert_same(kept, self._expected(executor, call)[0])
+            assert_close(kept, self._expected(executor, call)[0])
             kept.zero_()
             await self._check(executor, channel, call)
 
@@ -170,7 +166,7 @@ class TransportConformance:
             replies = [channel.send(call) for call in calls]
             for call, reply in zip(calls, replies, strict=True):
                 results = await asyncio.wait_for(reply, WITHIN_S)
-                assert_same(results[0], self._expected(executor, call)[0])
+                assert_close(results[0], self._expected(executor, call)[0])
 
     async def test_many_clients(self, tmp_path: Path) -> None:
         async with self._executor(tmp_path) as (executor, address):
@@ -216,7 +212,7 @@ class TransportConformance:
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 if reply.done():
-                    assert_same(reply.result()[0], self._expected(executor, call)[0])
+                    assert_close(reply.result()[0], self._expected(executor, call)[0])
                 else:
                     channel.cancel(call)
                 await self._check(executor, channel, self._call(executor, (1,), Pass.FORWARD, 2, seed=seed))
@@ -295,7 +291,7 @@ class TransportConformance:
                 await again.listen(address, **self.listen_options(tmp_path))
                 for call, reply in zip(calls, replies, strict=True):
                     (result,) = await asyncio.wait_for(reply, WITHIN_S)
-                    assert_same(result, self._expected(again, call)[0])
+                    assert_close(result, self._expected(again, call)[0])
 
     async def test_patience_ends(self, tmp_path: Path) -> None:
         """Calls end in time and with a reason if the executor does not come back."""
@@ -332,7 +328,7 @@ class TransportConformance:
         async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
             call = self._call(executor, (0,), Pass.BACKWARD, 7)
             results = await asyncio.wait_for(asyncio.to_thread(channel.call, call), WITHIN_S)
-            assert_same(results[0], self._expected(executor, call)[0])
+            assert_close(results[0], self._expected(executor, call)[0])
 
     async def test_synchronous_clients(self, tmp_path: Path) -> None:
         """Synchronous clients make calls on their own threads, beside a coroutine client."""
@@ -351,7 +347,7 @@ class TransportConformance:
                         pass_ = Pass.FORWARD if turn % 2 else Pass.BACKWARD
                         call = self._call(executor, (turn,), pass_, 1 + turn, seed=turn)
                         (result,) = channel.call(call)
-                        assert_same(result, self._expected(executor, call)[0])
+                        assert_close(result, self._expected(executor, call)[0])
                     channel.end_walk()
 
             clients = asyncio.gather(*[asyncio.to_thread(client, number) for number in range(3)])

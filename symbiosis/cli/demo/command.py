@@ -40,8 +40,7 @@ def demo(
     out = console()
     make_policy(policy)  # so that a mistake shows before the work
     writable(output, folder=True)
-    if json is not None:
-        writable(json)
+    writable(json)
     results = _run(out, policy, seed, watch)
     from symbiosis.cli.demo.results import plot, show
 
