@@ -11,13 +11,15 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from symbiosis.core.registry import make_policy
+from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, toml_in, writable, write_json
 
 if TYPE_CHECKING:
     from symbiosis.simulation.machines import Fleet
     from symbiosis.simulation.plan import Candidate, Rates
 
-_TENANTS = re.compile(r"(\d+)\s+(decode|finetune)$")
+_TENANTS = re.compile(r"(\d{1,9})\s+(decode|finetune)$")
 _MOST = 1_000_000
 _GIB = 1 << 30
 
@@ -63,15 +65,12 @@ def plan(
 
         symbiosis plan ./my-llama --machines machines.toml --tenants "100 decode" --clients workers
     """
-    from symbiosis.core.registry import make_policy
-    from symbiosis.errors import UsageError
     from symbiosis.simulation.costs import shape_of
     from symbiosis.simulation.machines import read_fleet
     from symbiosis.simulation.placement import SimulatedModel, TenantWork
     from symbiosis.simulation.plan import plan as placements
 
-    if json is not None:
-        writable(json)
+    writable(json)
     make_policy(policy)  # report mistakes before the work
     counts = _counts(tenants)
     fleet = read_fleet(toml_in(machines, f"--machines {machines}"))
@@ -94,8 +93,6 @@ def _counts(text: str) -> dict[str, int]:
     Raises:
         UsageError: the text has another form.
     """
-    from symbiosis.errors import UsageError
-
     counts = {"decode": 0, "finetune": 0}
     for part in text.split(","):
         found = _TENANTS.match(part.strip())

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from symbiosis.cli.config import checked, parameters_of, refuse_unknown
+from symbiosis.cli.options import host_and_port
 from symbiosis.cli.reload import limits_of
 from symbiosis.cli.serve import serve
 from symbiosis.cluster.plan import ClusterPlan, Model
@@ -61,19 +62,14 @@ def read_plan(file: Path) -> ClusterPlan:
     tables = content.pop("model", None)
     if not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
         raise UsageError(f'{file}: give each model a table [[model]], with name = "llama" and model = "FOLDER"')
-    host, port = _host(file, content.pop("directory", "127.0.0.1:7070"))
+    directory = str(content.pop("directory", "127.0.0.1:7070"))
+    wrong = f"{file}: directory is {directory!r}; write HOST:PORT, such as 0.0.0.0:7070"
+    host, port = host_and_port(directory, wrong, least=1)
     models = tuple(_model(f"{file}, model {number + 1}", {**content, **table}) for number, table in enumerate(tables))
     names = [model.name for model in models]
     if len(set(names)) < len(names):
         raise UsageError(f"{file}: two models are called {max(names, key=names.count)}; give each a name of its own")
     return ClusterPlan(models, host, port)
-
-
-def _host(file: Path, text: Any) -> tuple[str, int]:
-    host, _, port = str(text).rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"{file}: directory is {text!r}; write HOST:PORT, such as 0.0.0.0:7070")
-    return host.strip("[]"), int(port)
 
 
 def _model(where: str, table: Mapping[str, Any]) -> Model:

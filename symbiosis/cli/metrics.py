@@ -24,6 +24,7 @@ from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from symbiosis.cli.options import host_and_port
 from symbiosis.errors import UsageError
 
 if TYPE_CHECKING:
@@ -168,9 +169,7 @@ class MetricsServer:
     """
 
     def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        if not host or "/" in host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            raise UsageError(f"--metrics {address!r}: write HOST:PORT, such as 127.0.0.1:9100")
+        host, port = host_and_port(address, f"--metrics {address!r}: write HOST:PORT, such as 127.0.0.1:9100")
         self._executor: Executor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         registry = CollectorRegistry()
@@ -178,7 +177,7 @@ class MetricsServer:
         ProcessCollector(registry=registry)
         self._metrics = make_wsgi_app(registry)
         try:
-            self._server = make_server(host.strip("[]"), int(port), self._answer, _server_class(host), _Quiet)
+            self._server = make_server(host, port, self._answer, _server_class(host), _Quiet)
         except OSError as error:
             raise UsageError(f"--metrics {address}: cannot listen there: {error.strerror or error}") from error
         threading.Thread(target=self._server.serve_forever, name="symbiosis-metrics", daemon=True).start()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from symbiosis.errors import UsageError
 
 AddressArgument = Annotated[
     str,
@@ -37,3 +40,12 @@ RetryOption = Annotated[float, typer.Option(min=0, help="Seconds to wait for an 
 def options_of(**options: Any) -> dict[str, Any]:
     """Return the transport options that were given."""
     return {name: value for name, value in options.items() if value is not None and value is not False}
+
+
+def host_and_port(text: str, wrong: str, least: int = 0) -> tuple[str, int]:
+    """Return the parts of ``HOST:PORT``. Raises UsageError with the text ``wrong`` if it does not have this form, or
+    the port is less than ``least``."""
+    host, _, port = text.rpartition(":")
+    if not host or "/" in host or not re.fullmatch("[0-9]{1,5}", port) or not least <= int(port) < 65536:
+        raise UsageError(wrong)
+    return host.strip("[]"), int(port)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.errors import UsageError
@@ -143,29 +144,41 @@ def shape_of(model: str) -> LlamaShape:
         return MODELS[model]
     file = Path(model) / "config.json"
     try:
-        config = json.loads(file.read_bytes())
+        found: Any = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{model} is neither a folder with a config.json nor one of {', '.join(MODELS)}: {error}"
         ) from error
-    config = config.get("text_config", config)
+    config: Any = found.get("text_config", found) if isinstance(found, dict) else None
+    if not isinstance(config, dict):
+        raise UsageError(f"{file} is not the configuration of a model")
     if experts := [name for name in _EXPERTS if config.get(name)]:
         raise UsageError(f"{file} has {experts[0]}: there are no figures for experts")
-    sizes = [config.get(name) for name in _SIZES]
+    sizes: list[Any] = [config.get(name) for name in _SIZES]
     if wrong := [name for name, size in zip(_SIZES, sizes, strict=True) if not isinstance(size, int) or size < 1]:
         raise UsageError(f"{file} has no {wrong[0]}; it must be the configuration of a dense model such as Llama")
     hidden, intermediate, blocks, heads, vocabulary = sizes
-    kv, head, tied = (config.get(name) for name in ("num_key_value_heads", "head_dim", "tie_word_embeddings"))
+    others: list[Any] = [config.get(name) for name in ("num_key_value_heads", "head_dim", "tie_word_embeddings")]
+    kv, head, tied = others
+    for name, size in (("num_key_value_heads", kv), ("head_dim", head)):
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise UsageError(f"{file}: {name} is {size!r}; it must be a whole number, 1 or more")
     return LlamaShape(hidden, intermediate, blocks, heads, kv or heads, vocabulary, bool(tied), head or 0)
 
 
-def roofline(gpu: str, model: str, think_s: float = 40e-6) -> Costs:
+THINK_S = 40e-6
+"""Seconds of a client's own work (attention, norms, adapter) before each request, at least. Clients do not slow down
+each other, or the executor."""
+OVERHEAD_S = 20e-6
+"""Seconds that an executor needs for each batch besides its latency."""
+
+
+def roofline(gpu: str, model: str) -> Costs:
     """Return the costs of a model on a GPU: see :meth:`Gpu.seconds`. The language model head is left out.
 
     Args:
         gpu: name in :data:`GPUS`.
         model: see :func:`shape_of`.
-        think_s: seconds of a client's own work (attention, norms, adapter) before each request, on a GPU of its own.
 
     Raises:
         UsageError: there are no figures of this GPU or model.
@@ -179,4 +192,6 @@ def roofline(gpu: str, model: str, think_s: float = 40e-6) -> Costs:
         return card.seconds(sum(math.prod(sizes[layer]) for layer in batch.key.layers), batch.rows)
 
     text = f"{model} on {gpu} by its roofline"
-    return Costs(walk, backward(walk), len(sizes), batch, lambda kind, rows: think_s, 20e-6, False, False, (), text)
+    return Costs(
+        walk, backward(walk), len(sizes), batch, lambda kind, rows: THINK_S, OVERHEAD_S, False, False, (), text
+    )

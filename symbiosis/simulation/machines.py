@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ class Fleet:
 
 
 _ANY: frozenset[str] = frozenset()
-_LAYERS = re.compile(r"(\d+)(?:-(\d+))?(,lm_head)?$")
+_LAYERS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?(,lm_head)?$")
 
 
 def read_fleet(data: Mapping[str, Any]) -> Fleet:
@@ -127,6 +127,8 @@ def read_fleet(data: Mapping[str, Any]) -> Fleet:
         count = _whole(where, table, "count", 1)
         families[name] = [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
         for each in families[name]:
+            if each in machines:
+                raise UsageError(f"{where}: two machines are called {each}; give each a name of its own")
             machines[each] = _machine(where, each, table)
     links: dict[frozenset[str], LinkFigures] = {}
     for number, table in enumerate(_tables(data, "links")):
@@ -139,10 +141,8 @@ def read_fleet(data: Mapping[str, Any]) -> Fleet:
         if not between:
             links[_ANY] = link
             continue
-        for name in between:
-            if name not in families:
-                raise UsageError(f"{where}: there is no machine {name!r}; machines are {', '.join(families)}")
-        links |= {frozenset((one, other)): link for one in families[between[0]] for other in families[between[1]]}
+        ends = [families[_named(where, name, families)] for name in between]
+        links |= {frozenset((one, other)): link for one in ends[0] for other in ends[1]}
     return Fleet(machines, links)
 
 
@@ -160,9 +160,7 @@ def read_placement(data: Mapping[str, Any], fleet: Fleet, blocks: int) -> Placem
     for number, table in enumerate(_tables(data, "executors")):
         where = f"[[executors]] number {number + 1}"
         _check_names(where, table, ("machine", "layers", "shards"))
-        name = str(table.get("machine"))
-        if name not in fleet.machines:
-            raise UsageError(f"{where}: there is no machine {name!r}; machines are {', '.join(fleet.machines)}")
+        name = _named(where, table.get("machine"), fleet.machines)
         served = _blocks(where, table.get("layers"), blocks)
         shards = _whole(where, table, "shards", 1)
         if shards > fleet.machines[name].devices:
@@ -184,9 +182,16 @@ def read_placement(data: Mapping[str, Any], fleet: Fleet, blocks: int) -> Placem
     if at != blocks:
         raise UsageError(f"blocks {at} to {blocks - 1} are served nowhere")
     clients = data.get("clients")
-    if clients is not None and clients not in fleet.machines:
-        raise UsageError(f"clients = {clients!r}: there is no such machine; machines are {', '.join(fleet.machines)}")
+    if clients is not None:
+        _named("clients", clients, fleet.machines)
     return Placement([sites[key] for key in sorted(sites)], clients)
+
+
+def _named(where: str, name: object, machines: Collection[str]) -> str:
+    """Return the name of a machine. Raises UsageError if there is none of this name."""
+    if not isinstance(name, str) or name not in machines:
+        raise UsageError(f"{where}: there is no machine {name!r}; machines are {', '.join(machines)}")
+    return name
 
 
 _MACHINE = ("gpu", "gb_per_s", "tflops", "memory_gib", "devices", "count", "gbit_per_s", "latency_us")
@@ -194,9 +199,10 @@ _MACHINE = ("gpu", "gb_per_s", "tflops", "memory_gib", "devices", "count", "gbit
 
 def _machine(where: str, name: str, table: Mapping[str, Any]) -> Machine:
     if "gpu" in table:
-        if table["gpu"] not in GPUS:
-            raise UsageError(f"{where}: no figures for gpu = {table['gpu']!r}; there are {', '.join(GPUS)}")
-        device = GPUS[table["gpu"]]
+        gpu = table["gpu"]
+        if not isinstance(gpu, str) or gpu not in GPUS:
+            raise UsageError(f"{where}: no figures for gpu = {gpu!r}; there are {', '.join(GPUS)}")
+        device = GPUS[gpu]
     else:
         device = Gpu(1e9 * _number(where, table, "gb_per_s"), 1e12 * _number(where, table, "tflops"))
     memory = _number(where, table, "memory_gib", device.memory_gib or None)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from symbiosis.testing.compat import BROAD, EQUAL, NOT_PLAIN, REFUSED, VERDICTS, Cell, ServedPart
+from symbiosis.testing.compat import BROAD, EQUAL, LEAST_SERVED, NOT_PLAIN, REFUSED, VERDICTS, Cell, ServedPart
 from symbiosis.testing.formats import FP32, limits_of, split_name
 
-_LEAST_SERVED = 0.9
 _SIGNS = {EQUAL: "equal", REFUSED: "refused", NOT_PLAIN: "–"}
 _HEAD = """# Compatibility
 
@@ -27,6 +26,7 @@ Of {cells} cells, {summary}.
 _READS = {
     "text": "Decoders: dense, mixtures of experts, state-space models and hybrids",
     "pairs": "Encoder–decoders",
+    "masked": "Masked language models",
     "class": "Text classification",
     "tokens": "Token classification",
     "answer": "Question answering",
@@ -34,6 +34,8 @@ _READS = {
     "wave": "Speech, waveforms",
     "mel": "Speech, spectrograms",
     "image and text": "Images and text",
+    "features": "Models without a head",
+    "": "Models of unknown inputs",
 }
 
 
@@ -99,7 +101,7 @@ def _table(shares: list[ServedPart], cells: list[Cell], methods: list[str], note
     rows = [f"| model | served | {' | '.join(methods)} |", "| --- | --- |" + " --- |" * len(methods)]
     for share in shares:
         served = f"{share.served:.0%}"
-        if share.served < _LEAST_SERVED:
+        if share.served < LEAST_SERVED:
             served += f" ({notes.number('not served: ' + '; '.join(share.unserved))})"
         row = [_text([c for c in cells if (c.model, c.method) == (share.model, method)], notes) for method in methods]
         rows.append(f"| {split_name(share.model)[0]} | {served} | {' | '.join(row)} |")

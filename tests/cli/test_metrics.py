@@ -248,7 +248,8 @@ def test_slow_peers_take_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["9100", "host:", "127.0.0.1:none", "127.0.0.1:99999", ":9100", "http://127.0.0.1:9100"]
+    "address",
+    ["9100", "host:", "127.0.0.1:none", "127.0.0.1:99999", f"a:{'1' * 5000}", ":9100", "http://127.0.0.1:9100"],
 )
 def test_malformed_addresses(address: str) -> None:
     with pytest.raises(UsageError, match="HOST:PORT"):

@@ -97,6 +97,7 @@ MODEL = '[[model]]\nname = "a"\nmodel = "b"\n'
         ('[[model]]\nmodel = "b"', "give model, a folder or hub id, and name"),
         ('[[model]]\nname = "a/b"\nmodel = "b"', "of up to 64 of the characters"),
         ('directory = "7070"\n' + MODEL, "directory is '7070'; write HOST:PORT"),
+        ('directory = "a:0"\n' + MODEL, "directory is 'a:0'; write HOST:PORT"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, why: str) -> None:

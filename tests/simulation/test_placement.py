@@ -250,6 +250,8 @@ def test_many_executors() -> None:
     [
         ({}, "the file has no machine"),
         ({"machines": {"a": {"gpu": "b100"}}}, r"\[machines\.a\]: no figures for gpu = 'b100'; there are a100"),
+        ({"machines": {"a": {"gpu": ["a100"]}}}, r"no figures for gpu = \['a100'\]"),
+        ({"machines": {"a": {"gpu": "a100", "count": 2}, "a-0": {"gpu": "a100"}}}, "two machines are called a-0"),
         ({"machines": {"a": {"gpu": "a100", "cores": 3}}}, "cores is not known; there are gpu"),
         ({"machines": {"a": {"gb_per_s": 100}}}, "tflops is missing"),
         ({"machines": {"a": {"gb_per_s": 1, "tflops": 1}}}, "memory_gib is missing"),
@@ -258,6 +260,7 @@ def test_many_executors() -> None:
         ({"machines": {"a": {"gpu": "a100"}}, "links": {}}, r"write \[\[links\]\]"),
         ({**TWO, "links": [{"between": ["a"], "gbit_per_s": 1}]}, "between has two names"),
         ({**TWO, "links": [{"between": ["a", "c"], "gbit_per_s": 1}]}, "there is no machine 'c'"),
+        ({**TWO, "links": [{"between": [["a"], "b"], "gbit_per_s": 1}]}, r"there is no machine \['a'\]"),
         ({**TWO, "links": [{"between": ["a", "b"]}]}, "gbit_per_s is missing"),
     ],
 )
@@ -276,6 +279,7 @@ def test_bad_machines(data: dict[str, Any], why: str) -> None:
         ([{"machine": "a"}, {"machine": "b", "layers": "2-3,lm_head"}], "block 2 is served twice"),
         ([{"machine": "a", "layers": "0-3"}], "lm_head belongs to the executor of block 3"),
         ([{"machine": "a", "layers": "0-9"}], "the model has blocks 0 to 3"),
+        ([{"machine": "a", "layers": "9" * 5000}], "write blocks such as 0-15"),
         ([{"machine": "a", "layers": "all"}], "write blocks such as 0-15"),
         ([{"machine": "a", "shards": 2}], "2 shards need as many devices; a has 1"),
     ],
@@ -283,6 +287,12 @@ def test_bad_machines(data: dict[str, Any], why: str) -> None:
 def test_bad_placements(executors: list[dict[str, Any]], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         read_placement({"executors": executors}, read_fleet(TWO), 4)
+
+
+@pytest.mark.parametrize("clients", ["c", ["a"]])
+def test_clients_on_an_unknown_machine(clients: Any) -> None:
+    with pytest.raises(UsageError, match="clients: there is no machine"):
+        read_placement({"executors": [{"machine": "a"}], "clients": clients}, read_fleet(TWO), 4)
 
 
 def test_a_missing_link_is_named() -> None:
@@ -305,8 +315,14 @@ def test_shapes_of_checkpoints(tmp_path: Path) -> None:
     assert shape_of(str(tmp_path)) == SMALL
     file.write_text(json.dumps({"text_config": {**config, "head_dim": 32, "tie_word_embeddings": True}}))
     assert shape_of(str(tmp_path)) == LlamaShape(64, 128, 4, 4, 2, 1000, True, 32)
-    for wrong, why in (({"num_experts": 8}, "no figures for experts"), ({"vocab_size": None}, "has no vocab_size")):
-        file.write_text(json.dumps({**config, **wrong}))
+    for wrong, why in (
+        ({**config, "num_experts": 8}, "no figures for experts"),
+        ({**config, "vocab_size": None}, "has no vocab_size"),
+        ({**config, "num_key_value_heads": "x"}, "num_key_value_heads is 'x'; it must be a whole number"),
+        ({"text_config": []}, "is not the configuration of a model"),
+        ([], "is not the configuration of a model"),
+    ):
+        file.write_text(json.dumps(wrong))
         with pytest.raises(UsageError, match=why):
             shape_of(str(tmp_path))
 
@@ -369,6 +385,7 @@ def test_the_command(tmp_path: Path) -> None:
     [
         (("--tenants", "many"), "--tenants 'many': write numbers"),
         (("--tenants", "2 decode, 3 decode"), "write numbers"),
+        (("--tenants", f"{'9' * 5000} decode"), "write numbers"),
         (("--clients", "cpu"), "--clients cpu: there is no such machine; there are gpu-0, gpu-1"),
         (("--policy", "none"), "none"),
     ],

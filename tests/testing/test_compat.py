@@ -370,19 +370,23 @@ def test_the_page(tmp_path: Path) -> None:
         Cell("MixtralForCausalLM", "HRA", "inproc", REFUSED, "not here"),
         Cell("T5ForConditionalGeneration in bf16", "LoRA", "shm", EQUAL, "0"),
         Cell("LlamaForCausalLM in bitsandbytes int8", "LoRA", "shm", EQUAL, "0"),
+        Cell("./bert", "LoRA", "shm", EQUAL, "0"),
     ]
     shares = [
         ServedPart("MixtralForCausalLM", "text", 0.5, 10, 20, ("half of it",)),
         ServedPart("T5ForConditionalGeneration in bf16", "pairs", 1.0, 10, 20, ()),
         ServedPart("LlamaForCausalLM in bitsandbytes int8", "text", 1.0, 10, 20, ()),
+        ServedPart("./bert", "masked", 1.0, 10, 20, ()),
     ]
     write_page(tmp_path / "page.md", shares, cells)
     page = (tmp_path / "page.md").read_text()
     assert "## In bf16\n\nLogits and gradients within 0.01 of the largest number, losses" in page
     assert "| T5ForConditionalGeneration | 100% |  | equal |  |  |" in page
     assert "Encoder" not in page
+    assert "## Masked language models\n\n| model | served |" in page
+    assert "| ./bert | 100% |  | equal |  |  |" in page
     assert "tokens are not compared. bitsandbytes rounds the rows of a batch to integers; the exec" in page
-    assert "Of 6 cells, 3 are equal, 2 are refused, 0 are not in plain PEFT, 1 are wrong." in page
+    assert "Of 7 cells, 4 are equal, 2 are refused, 0 are not in plain PEFT, 1 are wrong." in page
     assert "| MixtralForCausalLM | 50% (1) |  | equal; refused (2) | **wrong** (3) |  |" in page
     assert "| HRA | refused (2) |" in page
     assert "1. not served: half of it\n2. not here\n3. 7 of 9 tensors differ\n" in page
