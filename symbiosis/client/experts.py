@@ -13,14 +13,13 @@ Legend: n rows; i in_features; o out_features; k experts for each row.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from symbiosis.client.requester import Requester
-from symbiosis.client.virtlayer import VirtModule, is_missing, uncompiled, virtualize
+from symbiosis.client.virtlayer import VirtModule, is_missing, known, uncompiled, virtualize
 from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import PlaceholderError, PrivacyError, RequestError
@@ -97,55 +96,27 @@ class VirtExperts(VirtModule):
         else:
             (y,) = self._requester.request(key, self._kind(key, x), (rows, *routing), spec.name)
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
-            return _wrap(x, weights, routing[0], self, [torch.ops.aten._unsafe_view(y, shape)])
+            y = torch.ops.aten._unsafe_view(y, shape)
+            return known(y, self._bank_gradients, (x, weights, routing[0]), saved=True)
         return y.view(shape)
 
-    def gradients(
-        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, dy: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bank_gradients(
+        self, dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
         """Return the gradients of rows and of routing weights, of their shapes."""
         spec, k = self.spec, chosen.shape[-1]
         if self._requester.here.rehearsing:
-            return x.new_zeros(x.shape), weights.new_zeros(weights.shape)
+            return x.new_zeros(x.shape), weights.new_zeros(weights.shape), None
         self._requester.before_backward()
         key = Key((spec.layer,), Pass.BACKWARD, weights.dtype is not spec.dtype, k)
         tensors = (_plain(x, spec.in_features), chosen, _plain(weights, k), _plain(dy, spec.out_features))
         dx, dw = self._requester.request(key, Kind.FINETUNE, tensors, spec.name)
-        return dx.view(x.shape), dw.view(weights.shape)
+        return dx.view(x.shape), dw.view(weights.shape), None
 
 
 def _plain(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """Return a plain matrix [n, width] of a tensor's values."""
     return tensor.detach().reshape(-1, width).as_subclass(torch.Tensor)
-
-
-class _WrapExperts(torch.autograd.Function):
-    """An autograd node around a bank's result that is known already."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        chosen: torch.Tensor,
-        bank: VirtExperts,
-        result: list[torch.Tensor],
-    ) -> torch.Tensor:
-        ctx.bank = bank
-        ctx.save_for_backward(x, weights, chosen)
-        return result.pop()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        x, weights, chosen = ctx.saved_tensors
-        return *ctx.bank.gradients(x, weights, chosen, dy), None, None, None
-
-
-_wrap = cast(
-    Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VirtExperts, list[torch.Tensor]], torch.Tensor],
-    _WrapExperts.apply,
-)
 
 
 def may_be_bank(module: nn.Module, spec: LayerSpec) -> bool:

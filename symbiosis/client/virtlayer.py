@@ -81,7 +81,8 @@ class VirtLayer(nn.Module):
             (y,) = self.request(self._keys[pass_], x)
         if x.requires_grad and torch.is_grad_enabled():
             # Not a view: torch forbids in-place operations on a view made here, and nn.Linear's output allows them.
-            y = _wrap(x, self, [torch.ops.aten._unsafe_view(y, (*shape[:-1], spec.out_features))])
+            y = torch.ops.aten._unsafe_view(y, (*shape[:-1], spec.out_features))
+            y = known(y, self._gradients, (x,), saved=not spec.linear)
         else:
             y = y.view(*shape[:-1], spec.out_features)
         return y.to(torch.get_autocast_dtype(x.device.type)) if autocast else y
@@ -133,6 +134,9 @@ class VirtLayer(nn.Module):
         (dx,) = self._requester.request(self._keys[Pass.BACKWARD], Kind.FINETUNE, tensors, spec.name)
         return dx.view(shape)
 
+    def _gradients(self, dy: torch.Tensor, x: torch.Tensor | None = None) -> tuple[torch.Tensor]:
+        return (self._backward(dy, x),)
+
     def multiply(self, x: torch.Tensor, forward: bool) -> torch.Tensor:
         """Return X·Wᵀ, [..., i] → [..., o], or with ``forward=False`` X·W, [..., o] → [..., i]. Linear layers only.
 
@@ -143,12 +147,14 @@ class VirtLayer(nn.Module):
         if x.dtype.itemsize > self.spec.dtype.itemsize:
             x = x.float()
             y = self._multiply_wide(x.detach(), forward)
-            return _wrap_product(x, self, [y], forward) if x.requires_grad and torch.is_grad_enabled() else y
-        x = x.to(self.spec.dtype)
-        if forward:
-            return self._call(x, Pass.FORWARD_WITHOUT_BIAS if self.spec.bias else Pass.FORWARD)
-        y = self._backward(x.detach(), None)
-        return _wrap_product(x, self, [y], False) if x.requires_grad and torch.is_grad_enabled() else y
+        else:
+            x = x.to(self.spec.dtype)
+            if forward:
+                return self._call(x, Pass.FORWARD_WITHOUT_BIAS if self.spec.bias else Pass.FORWARD)
+            y = self._backward(x.detach(), None)
+        if x.requires_grad and torch.is_grad_enabled():
+            y = known(y, lambda dy: (self.multiply(dy, not forward),), (x,), saved=False)
+        return y
 
     def _multiply_wide(self, x: torch.Tensor, forward: bool) -> torch.Tensor:
         """Return a product in fp32 with a weight of a narrower dtype."""
@@ -179,39 +185,28 @@ class VirtLayer(nn.Module):
         )
 
 
-class _Wrap(torch.autograd.Function):
-    """An autograd node around a result that is known already."""
-
+class _Known(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: VirtLayer, result: list[torch.Tensor]) -> torch.Tensor:
-        ctx.layer = layer
-        if not layer.spec.linear:
-            ctx.save_for_backward(x)
+    def forward(
+        ctx: Any, gradients: Callable[..., Any], result: list[torch.Tensor], saved: bool, *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.gradients = gradients
+        if saved:
+            ctx.save_for_backward(*inputs)
         return result.pop()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        saved = ctx.saved_tensors
-        return ctx.layer._backward(dy, saved[0] if saved else None), None, None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, None, *ctx.gradients(dy, *ctx.saved_tensors)
 
 
-class _WrapProduct(torch.autograd.Function):
-    """An autograd node around a result of :meth:`VirtLayer.multiply` that is known already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: VirtLayer, result: list[torch.Tensor], forward: bool) -> torch.Tensor:
-        ctx.layer, ctx.backwards = layer, not forward
-        return result.pop()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.layer.multiply(dy, forward=ctx.backwards), None, None, None
-
-
-_wrap = cast(Callable[[torch.Tensor, VirtLayer, list[torch.Tensor]], torch.Tensor], _Wrap.apply)
-_wrap_product = cast(Callable[[torch.Tensor, VirtLayer, list[torch.Tensor], bool], torch.Tensor], _WrapProduct.apply)
+def known(
+    result: torch.Tensor, gradients: Callable[..., Any], inputs: tuple[torch.Tensor, ...], *, saved: bool
+) -> torch.Tensor:
+    """Return a result that is known already, in an autograd node. ``gradients`` returns the gradients of the inputs, or
+    None, given that of the result and, if they are ``saved``, the inputs."""
+    return cast(torch.Tensor, _Known.apply(gradients, [result], saved, *inputs))  # type: ignore[no-untyped-call]
 
 
 class _VirtLinear(VirtLayer):
