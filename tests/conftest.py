@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from symbiosis.testing import tiny_model
+from symbiosis.transports.joining import ANSWER_WITHIN_S
 from tests.helpers import PROFILE, examples
 
 for name in ("fast", "thorough"):
@@ -95,6 +96,8 @@ def nothing_left_behind(request: pytest.FixtureRequest, lanes_left: dict[threadi
     for thread in threading.enumerate():
         if thread.name == LANE:
             lanes_left.setdefault(thread, request.node.nodeid)
+        elif thread.name == "symbiosis-join":  # it may have handed over its connection a moment ago
+            thread.join(ANSWER_WITHIN_S + 1)
     assert not client_threads(), f"threads left behind: {client_threads()}"
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()

@@ -14,6 +14,7 @@ import contextlib
 import socket
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ with atheris.instrument_imports(include=["symbiosis.transports", "symbiosis.core
     from symbiosis.host import Executor  # which imports the executor and the scheduler here
     from symbiosis.transports import dist, wire
     from symbiosis.transports.arena import spread
+    from symbiosis.transports.connection import joined
     from symbiosis.transports.conversation import CARRIED, Conversation
-    from symbiosis.transports.joining import joining
     from symbiosis.transports.keys import load_key, new_key
     from symbiosis.transports.limits import Limits
     from symbiosis.transports.shm import ShmLine
@@ -292,10 +293,6 @@ class Fuzzer:
 
     async def _client(self, data: Any) -> None:
         """Be the executor of a client: a sound welcome with some changes, then any messages."""
-        connection: Any = AsyncTcpConnection("tcp://127.0.0.1:1", None, False)
-        pipe = Pipe(self.tcp)
-        pipe.protocol = connection
-        connection.connection_made(pipe)
         share = self.executor.service.share()
         file = self.listener.share
         welcome = {
@@ -307,22 +304,27 @@ class Fuzzer:
         }
         if data.ConsumeBool():
             welcome[data.PickValueInList(list(welcome))] = data.PickValueInList([None, 1, -1, "x", {}, [], {"a": b""}])
-        exchange = asyncio.ensure_future(connection.exchange(joining("tcp://x", Hello("a"), False)))
-        await asyncio.sleep(0)
-        feed(connection, frame(wire.pack(Type.WELCOME, welcome)))
-        start = 0
-        await turns()
-        while not exchange.done() and start < file.size():
+        sent = frame(wire.pack(Type.WELCOME, welcome))
+        for start in range(0, file.size(), 1 << 18):
             chunk = file.chunk(start) if not data.ConsumeProbability() > 0.9 else bytes(data.ConsumeIntInRange(0, 99))
-            feed(connection, frame(wire.pack(Type.SHARE, start), len(chunk)) + chunk)
-            start += 1 << 18
-            await turns()
-        if not exchange.done():
-            exchange.cancel()
-        with contextlib.suppress(SymbiosisError, asyncio.CancelledError):
-            await exchange
+            sent += frame(wire.pack(Type.SHARE, start), len(chunk)) + chunk
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+            join = partial(AsyncTcpConnection, address, key=None, insecure=False)
+            exchange = asyncio.ensure_future(joined(join, Hello("a"), False))
+            theirs, _ = await asyncio.to_thread(server.accept)
+        with theirs:
+            with contextlib.suppress(OSError):  # the client has left
+                await asyncio.to_thread(theirs.sendall, sent)
+            if not (await asyncio.wait({exchange}, timeout=0.2))[0]:
+                theirs.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(SymbiosisError):
+                await self._calls(data, await exchange)
+
+    async def _calls(self, data: Any, connection: AsyncTcpConnection) -> None:
+        with contextlib.closing(connection):
             talk = Conversation("tcp://x", Hello("a"), 0.0)
-            talk.joined(connection.welcome, connection.carrier.most_bytes)
+            talk.joined(connection.welcome)
             (bank,) = [layer for layer in self.layers if layer.experts]
             for key in (Key((0,), Pass.FORWARD), Key((bank.layer,), Pass.BACKWARD, choices=2)):
                 matrices = expected(self.layers, key).call
@@ -345,7 +347,6 @@ class Fuzzer:
                         talk.outstanding.settle(settled[0])
                     elif type_ in CARRIED:
                         connection.carrier.control(type_, content)
-        connection.close()
 
 
 def main() -> None:

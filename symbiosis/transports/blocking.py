@@ -115,7 +115,7 @@ class BlockingChannel(SynchronousChannel):
         self._better = better
         self._connection = connection = join(hello, False)
         try:
-            conversation.joined(connection.welcome, connection.carrier.most_bytes)
+            conversation.joined(connection.welcome)
             assert connection.share is not None
             self.device = connection.carrier.device
             self.layers = connection.welcome.layers
@@ -224,7 +224,7 @@ class BlockingChannel(SynchronousChannel):
             connection = None
             try:
                 connection = self._join(conversation.hello, True)
-                for message in conversation.joined(connection.welcome, connection.carrier.most_bytes):
+                for message in conversation.joined(connection.welcome):
                     connection.send([message])
             except (OSError, SymbiosisError) as error:
                 if connection is not None:

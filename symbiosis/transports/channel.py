@@ -10,7 +10,7 @@ from typing import Any
 from symbiosis.core.requests import Call, Results
 from symbiosis.errors import ClientClosedError, ConnectionLostError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
-from symbiosis.transports.connection import AsyncConnection, Join
+from symbiosis.transports.connection import AsyncConnection, Join, joined
 from symbiosis.transports.conversation import CARRIED, Conversation, Pending, State
 from symbiosis.transports.threads import ThreadCalls
 from symbiosis.transports.wire import Hello, Type
@@ -59,9 +59,9 @@ class AsyncChannel:
         After each walk, ``better`` tells whether to join again, because there is a better executor.
         """
         conversation = Conversation(address, hello, retry_s)
-        connection = await join(hello, False)
+        connection = await joined(join, hello, False)
         try:
-            conversation.joined(connection.welcome, connection.carrier.most_bytes)
+            conversation.joined(connection.welcome)
             return cls(conversation, join, connection, better)
         except BaseException:
             connection.close()
@@ -157,11 +157,7 @@ class AsyncChannel:
     def _watch(self) -> None:
         """Find out whether the executor is still there."""
         self._timer = self._loop.call_later(WATCH_S, self._watch)
-        if self._connection is None:
-            return
-        if self._connection.silent():
-            self.lost(ConnectionLostError(f"the executor at {self._conversation.address} has been silent for too long"))
-        elif self._conversation.outstanding.sent:
+        if self._connection is not None and self._conversation.outstanding.sent:
             try:
                 if (ping := self._conversation.check_alive(time.monotonic())) is not None:
                     self._connection.send([ping])
@@ -192,9 +188,9 @@ class AsyncChannel:
             await asyncio.sleep(delay)
             connection = None
             try:
-                connection = await self._join(conversation.hello, True)
-                first = conversation.joined(connection.welcome, connection.carrier.most_bytes)
-            except (SymbiosisError, OSError) as error:
+                connection = await joined(self._join, conversation.hello, True)
+                first = conversation.joined(connection.welcome)
+            except Exception as error:  # noqa: BLE001 (such as no memory for a thread; calls wait for this task)
                 if connection is not None:
                     connection.close()
                 conversation.lost(error)

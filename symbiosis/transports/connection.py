@@ -7,9 +7,11 @@ a function that joins the executor. The drivers (``channel.py``, ``blocking.py``
 from __future__ import annotations
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import torch
 
@@ -40,8 +42,6 @@ class Carrier(ABC):
 
     device = torch.device("cpu")
     """Device of the tensors in calls and results."""
-    most_bytes: int
-    """Largest call, with its results, in bytes."""
 
     @abstractmethod
     def put(self, pending: Pending) -> Sequence[Any] | None:
@@ -94,19 +94,16 @@ class _Connection(ABC):
         """Close the connection. Has no effect the second time."""
 
 
-C = TypeVar("C", bound=_Connection)
-
-
 class AsyncConnection(_Connection):
     """A connection on an event loop. ``send`` does not wait, and has no effect if the connection has ended."""
 
     @abstractmethod
+    async def attach(self) -> None:
+        """Go on on the running event loop. Another thread has opened the connection."""
+
+    @abstractmethod
     def start(self, channel: Receiver) -> None:
         """Begin to tell the channel what comes, until :meth:`close`."""
-
-    def silent(self) -> bool:
-        """Return whether the other side shows no sign of life, as far as the transport can tell."""
-        return False
 
 
 class BlockingConnection(_Connection):
@@ -127,24 +124,41 @@ class BlockingConnection(_Connection):
         """Give up the connection in a forked child process; the parent process keeps it."""
 
 
-Join = Callable[[Hello, bool], Awaitable[AsyncConnection]]
-"""Connects and joins on an event loop. The second argument says that the client has its share of the model already.
+Join = Callable[[Hello, bool], AsyncConnection]
+BlockingJoin = Callable[[Hello, bool], BlockingConnection]
+"""Connects and joins the executor, and blocks until then. The second argument says that the client has its share of the
+model already.
 
 Raises ConnectionLostError if no executor answers, and RefusedError if the executor does not admit this client."""
-BlockingJoin = Callable[[Hello, bool], BlockingConnection]
-"""Function that joins the executor, for threads that block."""
 
 
-async def in_executor(join: Callable[[], C]) -> C:
-    """Return the connection that ``join`` opens on another thread. If the caller is cancelled, it is closed later."""
+async def joined(join: Join, hello: Hello, again: bool) -> AsyncConnection:
+    """Return a connection that ``join`` opens on a thread of its own. If the caller is cancelled, it is closed later.
 
-    def abandon(joining: asyncio.Future[C]) -> None:
-        if not joining.cancelled() and joining.exception() is None:
+    A pool of threads could be full of clients that wait for an executor whose own work needs the pool, and a process
+    that ends would wait for its threads.
+    """
+    joining: Future[AsyncConnection] = Future()
+
+    def run() -> None:
+        try:
+            joining.set_result(join(hello, again))
+        except BaseException as error:  # noqa: BLE001 (the caller gets it)
+            joining.set_exception(error)
+
+    def abandon(joining: Future[AsyncConnection]) -> None:
+        if joining.exception() is None:
             joining.result().close()
 
-    joining = asyncio.get_running_loop().run_in_executor(None, join)
+    threading.Thread(target=run, name="symbiosis-join", daemon=True).start()
     try:
-        return await asyncio.shield(joining)
+        connection = await asyncio.shield(asyncio.wrap_future(joining))
     except asyncio.CancelledError:
         joining.add_done_callback(abandon)
         raise
+    try:
+        await connection.attach()
+    except BaseException:
+        connection.close()
+        raise
+    return connection

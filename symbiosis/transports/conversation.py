@@ -204,7 +204,7 @@ class Conversation:
         self._layers: Sequence[LayerSpec] = ()
         self._checks: list[Check] = []
         self._expected: dict[Key, Expected] = {}
-        self._most_rows = self._most_bytes = 0
+        self._limits = Limits()
         self._ids = itertools.count(1)
         self._asked = 0.0
         """Time of the last message, or of the last PING."""
@@ -222,14 +222,10 @@ class Conversation:
         self._is_new = False
         """Whether the last connection was joined after that attempt."""
 
-    def joined(self, welcome: Welcome, most_bytes: int) -> list[bytes]:
+    def joined(self, welcome: Welcome) -> list[bytes]:
         """Note that a new connection has its WELCOME. Calls without an answer wait to be sent again.
 
         Return the messages that come before these calls.
-
-        Args:
-            welcome: what the executor sent.
-            most_bytes: largest call, with its results, that the connection can carry, in bytes.
 
         Raises:
             RefusedError: the executor serves another model than before.
@@ -247,7 +243,7 @@ class Conversation:
             self.end(error)
             raise
         self._welcome = welcome
-        self._most_rows, self._most_bytes = welcome.limits.rows, min(most_bytes, welcome.limits.arena_bytes)
+        self._limits = welcome.limits
         self.outstanding.restart(welcome.limits)
         self._fruitless, self._is_new = self._fruitless + 1, True
         if self._fruitless < FRUITLESS:
@@ -302,15 +298,15 @@ class Conversation:
             name = f"{self._layers[call.key.layers[0]].name} {call.key.pass_.name}"
             raise RequestError(due.misfit(name, call.tensors))
         call_bytes, size = sizes(rows, due)
-        if rows > self._most_rows:
+        if rows > self._limits.rows:
             raise UsageError(
-                f"a call has {rows} rows; the executor allows {self._most_rows}; send fewer tokens at once, or ask its "
-                "host for a larger rows limit"
+                f"a call has {rows} rows; the executor allows {self._limits.rows}; send fewer tokens at once, or ask "
+                "its host for a larger rows limit"
             )
-        if size > self._most_bytes:
+        if size > self._limits.arena_bytes:
             raise UsageError(
                 f"a call of {rows} rows needs {size} bytes for its rows and results; the executor allows "
-                f"{self._most_bytes}; send fewer tokens at once, or ask its host for a larger arena_bytes limit"
+                f"{self._limits.arena_bytes}; send fewer tokens at once, or ask its host for a larger arena_bytes limit"
             )
         call.id = next(self._ids)
         pending = Pending(call.id, call, due, rows, call_bytes, size, reply)

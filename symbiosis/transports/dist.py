@@ -33,7 +33,7 @@ from symbiosis.transports.limits import Limits
 from symbiosis.transports.share import Progress, bar_unless
 from symbiosis.transports.sockets import Endpoint, resolve
 from symbiosis.transports.tcp import TcpTransport
-from symbiosis.transports.tcp_client import MAX_CALL_BYTES, AsyncTcpConnection, join
+from symbiosis.transports.tcp_client import AsyncTcpConnection
 from symbiosis.transports.tcp_listener import TcpCourier, TcpLine, TcpListener
 from symbiosis.transports.wire import CallMessage, Hello, Type
 
@@ -96,7 +96,7 @@ class DistTransport(TcpTransport):
             return ThreadedChannel(self._open(address, Hello(client, terms), progress))
 
     async def _open(self, address: str, hello: Hello, progress: Progress | None) -> AsyncChannel:
-        joins = partial(join, address, carrier=partial(LaneCarrier, []), **self._options(progress))
+        joins = partial(LaneConnection, [], address, **self._options(progress))
         return await AsyncChannel.open(joins, address, hello, self._retry_s)
 
 
@@ -167,8 +167,6 @@ class LaneCarrier(Carrier):
         connection: the control connection.
     """
 
-    most_bytes = MAX_CALL_BYTES
-
     def __init__(self, failures: list[SymbiosisError], connection: AsyncTcpConnection) -> None:
         if len(failures) > MAX_FAILURES:
             raise failures[-1]
@@ -209,6 +207,18 @@ class LaneCarrier(Carrier):
 
     def close(self) -> None:
         self._lanes.close()
+
+
+class LaneConnection(AsyncTcpConnection):
+    """A connection whose tensors travel on lanes; ``failures`` are those of :class:`LaneCarrier`."""
+
+    def __init__(self, failures: list[SymbiosisError], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._failures = failures
+
+    async def attach(self) -> None:
+        await super().attach()
+        self.carrier = LaneCarrier(self._failures, self)
 
 
 def _empty(rows: int, columns: Sequence[Columns], device: torch.device) -> Results:

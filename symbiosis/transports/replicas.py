@@ -10,7 +10,7 @@ its replica is crowded and another one is not, a client moves there between two 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from symbiosis.core.terms import NO_TERMS, Terms
@@ -21,13 +21,14 @@ from symbiosis.transports.addresses import (
     SHOWN_WITHIN_S,
     Addresses,
     Looks,
+    Replica,
     as_symbiosis,
     fingerprint_in,
     together,
 )
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
-from symbiosis.transports.choice import Choice
+from symbiosis.transports.choice import C, Choice
 from symbiosis.transports.connection import AsyncConnection, BlockingConnection
 from symbiosis.transports.conversation import MAY_RETURN
 from symbiosis.transports.model_parts import GapError, PartsChannel, merge
@@ -76,17 +77,8 @@ class Replicas:
             raise
 
     async def _connect(self, choice: Choice, address: str, client: str, terms: Terms) -> Channel:
-        async def join(hello: Hello, again: bool) -> AsyncConnection:
-            candidates = await asyncio.to_thread(choice.candidates)
-            errors: list[SymbiosisError] = []
-            for replica in candidates:
-                try:
-                    opened = await replica.transport.join(replica.address)(hello, again or choice.has_share)
-                    return choice.take(replica, opened, again)
-                except (SymbiosisError, OSError) as error:
-                    choice.failed(replica)
-                    errors.append(as_symbiosis(replica, error))
-            raise together(errors)
+        def join(hello: Hello, again: bool) -> AsyncConnection:
+            return _joined(choice, lambda one: one.transport.join(one.address), hello, again)
 
         channel = await AsyncChannel.open(join, address, Hello(client, terms), self._retry_s, choice.better)
         channel.before_return = choice.before_return
@@ -108,15 +100,7 @@ class Replicas:
 
     def _connect_blocking(self, choice: Choice, address: str, client: str, terms: Terms) -> Channel:
         def join(hello: Hello, again: bool) -> BlockingConnection:
-            errors: list[SymbiosisError] = []
-            for replica in choice.candidates():
-                try:
-                    opened = replica.transport.join_blocking(replica.address)(hello, again or choice.has_share)
-                    return choice.take(replica, opened, again)
-                except (SymbiosisError, OSError) as error:
-                    choice.failed(replica)
-                    errors.append(as_symbiosis(replica, error))
-            raise together(errors)
+            return _joined(choice, lambda one: one.transport.join_blocking(one.address), hello, again)
 
         channel = BlockingChannel(join, address, Hello(client, terms), self._retry_s, choice.better)
         channel.before_return = choice.before_return
@@ -156,6 +140,18 @@ class Replicas:
         except ConnectionLostError:
             looks = self._addresses.looks(None)
             return _merge(looks), looks
+
+
+def _joined(choice: Choice, join: Callable[[Replica], Callable[[Hello, bool], C]], hello: Hello, again: bool) -> C:
+    """Return a connection to the first replica that can be joined. Blocks."""
+    errors: list[SymbiosisError] = []
+    for replica in choice.candidates():
+        try:
+            return choice.take(replica, join(replica)(hello, again or choice.has_share), again)
+        except (SymbiosisError, OSError) as error:
+            choice.failed(replica)
+            errors.append(as_symbiosis(replica, error))
+    raise together(errors)
 
 
 def _merge(looks: Looks) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from symbiosis.transports.device import Segment
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Peer
 from symbiosis.transports.share import ServedShare
-from symbiosis.transports.shm_client import BlockingShmConnection, ShmConnection, join, socket_path
+from symbiosis.transports.shm_client import AsyncShmConnection, BlockingShmConnection, ShmConnection, socket_path
 from symbiosis.transports.stream_line import StreamLine
 from symbiosis.transports.wire import Hello, Type
 
@@ -80,8 +80,8 @@ class ShmTransport:
         return listener
 
     def join(self, address: str) -> Join:
-        """Return the function that joins the executor at an address, on an event loop."""
-        return partial(join, address)
+        """Return the function that joins the executor at an address, for an event loop."""
+        return partial(AsyncShmConnection, address)
 
     def join_blocking(self, address: str) -> BlockingJoin:
         """Return the function that joins the executor at an address, for threads that block."""

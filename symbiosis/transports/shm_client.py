@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from symbiosis.core.requests import Results
 from symbiosis.errors import ConnectionLostError, RefusedError, UsageError, WireError
 from symbiosis.transports import device, wire
 from symbiosis.transports.arena import Arena, Memory, Places
-from symbiosis.transports.connection import AsyncConnection, Carrier, in_executor
+from symbiosis.transports.connection import Carrier
 from symbiosis.transports.conversation import Pending
 from symbiosis.transports.device import Segment
 from symbiosis.transports.joining import ANSWER_WITHIN_S, Message, joining
 from symbiosis.transports.stream import ByteStream
-from symbiosis.transports.stream_client import AsyncStreamClient, BlockingHandshake, BlockingStreamClient
+from symbiosis.transports.stream_client import AsyncStreamClient, BlockingStreamClient, StreamClient
 from symbiosis.transports.wire import CallMessage, Hello, Type
 
 MAX_PATH = 107
@@ -53,7 +52,6 @@ class ArenaCarrier(Carrier):
     """Tensors in host memory."""
 
     def __init__(self, arena: Arena) -> None:
-        self.most_bytes = arena.end
         self._memory: Memory = arena
         self._places = Places(0, arena.end)
 
@@ -90,7 +88,7 @@ class SegmentCarrier(ArenaCarrier):
     def __init__(self, arena: Arena, gpu: torch.device, limit: int, send: Callable[[Sequence[Any]], None]) -> None:
         super().__init__(arena)
         self.device = gpu
-        self.most_bytes = limit
+        self._limit = limit
         self._arena = arena
         self._places = Places(0, 0)
         self._send = send
@@ -130,11 +128,11 @@ class SegmentCarrier(ArenaCarrier):
         if len(content) == 1:
             self._refused = UsageError(f"the executor has no room for this client's tensors: {content[0]}")
             return
-        self._memory = self._segment = segment = Segment.open(self.device, self._arena.end, self.most_bytes, content)
+        self._memory = self._segment = segment = Segment.open(self.device, self._arena.end, self._limit, content)
         self._places = Places(segment.start, segment.end)
 
 
-class ShmConnection(BlockingHandshake):
+class ShmConnection(StreamClient):
     """A connection whose first messages were exchanged: the constructor blocks.
 
     Raises:
@@ -189,7 +187,8 @@ class ShmConnection(BlockingHandshake):
         if len(self._descriptors) != 2:
             raise WireError(f"the executor at {self.address} sent {len(self._descriptors)} descriptors, not 2")
         size = self.welcome.content.get("arena_bytes")
-        if type(size) is not int or not 0 < size <= os.fstat(self._descriptors[0]).st_size:
+        there = os.fstat(self._descriptors[0]).st_size
+        if type(size) is not int or not self.welcome.limits.arena_bytes <= size <= there:
             raise WireError(f"the executor at {self.address} promises an arena of {size!r} bytes")
         arena = Arena(self._descriptors[0], size)
         gpu = device.find(self.welcome.content.get("gpu"))
@@ -198,25 +197,12 @@ class ShmConnection(BlockingHandshake):
             self.carrier = SegmentCarrier(arena, gpu, self.welcome.limits.arena_bytes, self.send)
 
 
-async def join(address: str, hello: Hello, again: bool) -> AsyncConnection:
-    """Connect and join; see :data:`symbiosis.transports.connection.Join`."""
-    connection = await in_executor(partial(AsyncShmConnection, address, hello, again))
-    try:
-        connection._socket.setblocking(False)
-        await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=connection._socket)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
 class AsyncShmConnection(AsyncStreamClient, ShmConnection):
     """A connection on an event loop."""
 
-    def close(self) -> None:
-        AsyncStreamClient.close(self)
-        if self._transport is None:
-            self._socket.close()
+    async def attach(self) -> None:
+        self._socket.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
 
 
 class BlockingShmConnection(BlockingStreamClient, ShmConnection):

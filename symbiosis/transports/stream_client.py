@@ -8,9 +8,9 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from symbiosis.errors import ConnectionLostError, SymbiosisError, WireError
 from symbiosis.transports import wire
@@ -21,16 +21,18 @@ from symbiosis.transports.share import CHUNK
 from symbiosis.transports.stream import ByteStream, block
 from symbiosis.transports.wire import Type
 
-T = TypeVar("T")
 _TOGETHER = 64 << 10
 """Bytes of a message with its payload up to which they are copied together and sent at once."""
 
 
 class StreamClient:
-    """Messages that have come over one connection."""
+    """One connection, whose first messages are exchanged by a thread that blocks."""
 
     carrier: Carrier
     _stream: ByteStream
+    _socket: socket.socket
+    _due = 0.0
+    """Time at which the message that comes next must be there."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -83,119 +85,6 @@ class StreamClient:
             f"{self.address} closed the connection before it answered as an executor; check the address, or try again"
         )
 
-
-class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol):
-    """A connection on an event loop."""
-
-    _transport: Any = None
-    _channel: Receiver | None = None
-    _error: SymbiosisError | None = None
-    """Why the connection has ended."""
-    _waiting: asyncio.Future[None] | None = None
-    """Set when bytes have come, or the connection has ended."""
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-
-    def get_buffer(self, hint: int) -> memoryview:
-        return self._stream.room()
-
-    def buffer_updated(self, count: int) -> None:
-        try:
-            self._stream.filled(count)
-        except (OSError, WireError) as error:  # of TLS
-            self.lose(self._reason(error))
-            self._transport.write(self._stream.unsent())
-            self._transport.close()
-            return
-        if self._channel is not None:
-            self._pass_on()
-        self._wake()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.lose(self._reason(error))
-
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-
-    async def _until(self, there: Callable[[], T | None]) -> T:
-        """Wait until enough bytes have come. Raises the reason if the connection has ended, or if they do not come in
-        time."""
-        try:
-            async with asyncio.timeout(ANSWER_WITHIN_S):
-                while (found := there()) is None:
-                    if self._error is not None:
-                        raise self._error
-                    self._waiting = asyncio.get_running_loop().create_future()
-                    await self._waiting
-                return found
-        except TimeoutError:
-            raise ConnectionLostError(f"no executor answers on {self.address}") from None
-
-    def _shaken(self) -> bool | None:
-        """Send what TLS has to send. Return True if the handshake is over; otherwise None."""
-        self._transport.write(self._stream.unsent())
-        return self._stream.ready or None
-
-    async def exchange(self, messages: Joining) -> None:
-        """Send and receive the first messages of a connection."""
-        with contextlib.closing(messages):
-            if not self._stream.ready:
-                await self._until(self._shaken)
-            try:
-                requests = next(messages)
-                while True:
-                    for request in requests:
-                        self.send([request])
-                    requests = messages.send(await self._until(self._take))
-            except StopIteration as done:
-                self._use(done.value)
-
-    def start(self, channel: Receiver) -> None:
-        self._channel = channel
-        self.carrier.start(channel)
-        loop = asyncio.get_running_loop()
-        loop.call_soon(self._pass_on)
-        if self._error is not None:
-            loop.call_soon(self.lose, self._error)
-
-    def _pass_on(self) -> None:
-        """Give the channel the messages that have come."""
-        try:
-            while self._channel is not None and (message := self._take()) is not None:
-                self._channel.received(*message)
-        except WireError as error:
-            self.lose(error)
-
-    def send(self, parts: Sequence[Any]) -> None:
-        if self._error is None:
-            for part in self._stream.encode(parts[0], sum(map(len, parts[1:])), parts[1:]):
-                self._transport.write(part)
-
-    def lose(self, error: SymbiosisError) -> None:
-        """Note that the connection has ended."""
-        self._error = self._error or error
-        self._wake()
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.lost(self._error)
-
-    def close(self) -> None:
-        self._channel = None
-        self._error = self._error or ConnectionLostError(f"the connection to {self.address} was closed")
-        self.carrier.close()
-        if self._transport is not None:
-            self._transport.close()
-
-
-class BlockingHandshake(StreamClient):
-    """The first messages of a connection, for a thread that blocks."""
-
-    _socket: socket.socket
-    _due = 0.0
-    """Time at which the message that comes next must be there."""
-
     def _exchange(self, messages: Joining) -> None:
         """Send and receive the first messages. Raises OSError, and the errors of ``messages``."""
         self._due = time.monotonic() + ANSWER_WITHIN_S
@@ -206,7 +95,7 @@ class BlockingHandshake(StreamClient):
 
     def _ask(self, message: bytes) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the executor's reason may have come
-            BlockingHandshake.send(self, [message])
+            StreamClient.send(self, [message])
 
     def send(self, parts: Sequence[Any]) -> None:
         """Send a message and its payload."""
@@ -243,7 +132,70 @@ class BlockingHandshake(StreamClient):
         self._socket.settimeout(left)
 
 
-class BlockingStreamClient(BlockingHandshake, BlockingConnection):
+class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol):
+    """A connection on an event loop."""
+
+    _transport: Any = None
+    _channel: Receiver | None = None
+    _error: SymbiosisError | None = None
+    """Why the connection has ended."""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def get_buffer(self, hint: int) -> memoryview:
+        return self._stream.room()
+
+    def buffer_updated(self, count: int) -> None:
+        try:
+            self._stream.filled(count)
+        except (OSError, WireError) as error:  # of TLS
+            self.lose(self._reason(error))
+            self._transport.write(self._stream.unsent())
+            self._transport.close()
+            return
+        if self._channel is not None:
+            self._pass_on()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lose(self._reason(error))
+
+    def start(self, channel: Receiver) -> None:
+        self._channel = channel
+        self.carrier.start(channel)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._pass_on)
+        if self._error is not None:
+            loop.call_soon(self.lose, self._error)
+
+    def _pass_on(self) -> None:
+        """Give the channel the messages that have come."""
+        try:
+            while self._channel is not None and (message := self._take()) is not None:
+                self._channel.received(*message)
+        except WireError as error:
+            self.lose(error)
+
+    def send(self, parts: Sequence[Any]) -> None:
+        if self._error is None:
+            for part in self._stream.encode(parts[0], sum(map(len, parts[1:])), parts[1:]):
+                self._transport.write(part)
+
+    def lose(self, error: SymbiosisError) -> None:
+        """Note that the connection has ended."""
+        self._error = self._error or error
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.lost(self._error)
+
+    def close(self) -> None:
+        self._channel = None
+        self._error = self._error or ConnectionLostError(f"the connection to {self.address} was closed")
+        self.carrier.close()
+        (self._transport or self._socket).close()
+
+
+class BlockingStreamClient(StreamClient, BlockingConnection):
     """A connection for threads that block: the calling thread itself writes to the socket and reads from it."""
 
     def _begin(self) -> None:

@@ -24,7 +24,7 @@ from symbiosis.transports.keys import Keyring, load_key
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.share import Progress, bar_unless
 from symbiosis.transports.sockets import Endpoint, bind, resolve
-from symbiosis.transports.tcp_client import BlockingTcpConnection, TcpConnection, join
+from symbiosis.transports.tcp_client import AsyncTcpConnection, BlockingTcpConnection, TcpConnection
 from symbiosis.transports.tcp_listener import PayloadCourier, TcpListener
 from symbiosis.transports.wire import Hello
 
@@ -89,8 +89,8 @@ class TcpTransport:
         return {"key": self._key, "insecure": self._insecure, "progress": progress}
 
     def join(self, address: str) -> Join:
-        """Return the function that joins the executor at an address, on an event loop."""
-        return partial(join, address, **self._options(self._progress))
+        """Return the function that joins the executor at an address, for an event loop."""
+        return partial(AsyncTcpConnection, address, **self._options(self._progress))
 
     def join_blocking(self, address: str) -> BlockingJoin:
         """Return the function that joins the executor at an address, for threads that block."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,17 +21,12 @@ from symbiosis.transports.keys import KeyPair
 from symbiosis.transports.share import Progress
 from symbiosis.transports.sockets import carries_tensors, prepare, resolve
 from symbiosis.transports.stream import ByteStream, TlsByteStream, matrices, payload_of
-from symbiosis.transports.stream_client import AsyncStreamClient, BlockingHandshake, BlockingStreamClient, StreamClient
+from symbiosis.transports.stream_client import AsyncStreamClient, BlockingStreamClient, StreamClient
 from symbiosis.transports.wire import CallMessage, Hello
-
-MAX_CALL_BYTES = 1 << 40
-"""Largest call, with its results, in bytes, as far as the transport is concerned; the executor's limits are smaller."""
 
 
 class PayloadCarrier(Carrier):
     """Sends tensors as the payload of CALL, and takes results from the payload of RESULT."""
-
-    most_bytes = MAX_CALL_BYTES
 
     def __init__(self) -> None:
         self._due: dict[int, int] = {}
@@ -56,21 +51,34 @@ class PayloadCarrier(Carrier):
         del self._due[pending.id]
 
 
-class TcpClient(StreamClient):
-    """What both kinds of connections have in common.
+class TcpConnection(StreamClient):
+    """A connection whose first messages were exchanged: the constructor blocks.
 
     Args:
-        address: the executor's.
+        address, hello, again: the executor, and the client.
         key: the client's key; None for a connection without TLS.
         insecure: allow an address beyond this host without a key.
+        progress: see :class:`symbiosis.transports.tcp.TcpTransport`.
 
     Raises:
+        ConnectionLostError: no executor answers.
+        RefusedError: the executor does not admit the client.
         UsageError: a key is needed.
+        SymbiosisError: another error of :func:`~symbiosis.transports.joining.joining`.
     """
 
-    def __init__(self, address: str, key: KeyPair | None, insecure: bool) -> None:
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        again: bool,
+        *,
+        key: KeyPair | None,
+        insecure: bool,
+        progress: Progress | None = None,
+    ) -> None:
         super().__init__(address)
-        self._endpoint = endpoint = resolve(address)
+        endpoint = resolve(address)
         private = key is not None and carries_tensors(address)
         if not private and not endpoint.loopback and not insecure:
             raise UsageError(
@@ -83,6 +91,21 @@ class TcpClient(StreamClient):
             self._stream = ByteStream(wire.MAX_TO_CLIENT)
         else:
             self._stream = TlsByteStream(wire.MAX_TO_CLIENT, key.context, server=False)
+        try:
+            self._socket = socket.create_connection(endpoint, ANSWER_WITHIN_S)
+        except OSError as error:
+            raise ConnectionLostError(f"no executor answers on {address}: {error.strerror or error}") from error
+        try:
+            prepare(self._socket)
+            self._exchange(joining(address, hello, again, progress))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._socket.sendall(self._stream.unsent())
+            self._socket.close()
+            raise self._reason(error) from error
+        except BaseException:
+            self._socket.close()
+            raise
 
     def _reason(self, error: Exception | None) -> SymbiosisError:
         if isinstance(error, SymbiosisError):
@@ -107,44 +130,6 @@ class TcpClient(StreamClient):
         return super()._reason(error)
 
 
-class TcpConnection(TcpClient, BlockingHandshake):
-    """A connection whose first messages were exchanged: the constructor blocks.
-
-    Raises:
-        ConnectionLostError: no executor answers.
-        RefusedError: the executor does not admit the client.
-        UsageError: a key is needed.
-        SymbiosisError: another error of :func:`~symbiosis.transports.joining.joining`.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        hello: Hello,
-        again: bool,
-        *,
-        key: KeyPair | None,
-        insecure: bool,
-        progress: Progress | None = None,
-    ) -> None:
-        super().__init__(address, key, insecure)
-        try:
-            self._socket = socket.create_connection(self._endpoint, ANSWER_WITHIN_S)
-        except OSError as error:
-            raise ConnectionLostError(f"no executor answers on {address}: {error.strerror or error}") from error
-        try:
-            prepare(self._socket)
-            self._exchange(joining(address, hello, again, progress))
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._socket.sendall(self._stream.unsent())
-            self._socket.close()
-            raise self._reason(error) from error
-        except BaseException:
-            self._socket.close()
-            raise
-
-
 class BlockingTcpConnection(BlockingStreamClient, TcpConnection):
     """A connection for threads that block, one at a time."""
 
@@ -153,12 +138,12 @@ class BlockingTcpConnection(BlockingStreamClient, TcpConnection):
         self._begin()
 
 
-class AsyncTcpConnection(AsyncStreamClient, TcpClient):
+class AsyncTcpConnection(AsyncStreamClient, TcpConnection):
     """A connection on an event loop."""
 
-    def carry(self, carrier: Carrier) -> None:
-        """Use this carrier of tensors from now on."""
-        self.carrier = carrier
+    async def attach(self) -> None:
+        self._socket.setblocking(False)
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
 
     def local_ip(self) -> str:
         """Return the IP address of this end. Raises ConnectionLostError if the connection has ended."""
@@ -166,39 +151,3 @@ class AsyncTcpConnection(AsyncStreamClient, TcpClient):
         if not name or self._error is not None:
             raise self._reason(None)
         return str(name[0])
-
-
-async def join(
-    address: str,
-    hello: Hello,
-    again: bool,
-    *,
-    key: KeyPair | None,
-    insecure: bool,
-    progress: Progress | None,
-    carrier: Callable[[AsyncTcpConnection], Carrier] | None = None,
-) -> AsyncTcpConnection:
-    """Connect and join; see :data:`symbiosis.transports.connection.Join`.
-
-    Args:
-        address, hello, again: the executor, and the client.
-        key, insecure: see :class:`TcpClient`.
-        progress: see :class:`symbiosis.transports.tcp.TcpTransport`.
-        carrier: makes the carrier of tensors; by default they travel as payloads.
-    """
-    connection = await asyncio.to_thread(AsyncTcpConnection, address, key, insecure)  # looks up the host
-    loop = asyncio.get_running_loop()
-    try:
-        try:
-            async with asyncio.timeout(ANSWER_WITHIN_S):
-                transport, _ = await loop.create_connection(lambda: connection, *connection._endpoint)
-        except OSError as error:
-            raise ConnectionLostError(f"no executor answers on {address}: {error.strerror or error}") from error
-        prepare(transport.get_extra_info("socket"))
-        await connection.exchange(joining(address, hello, again, progress))
-        if carrier is not None:
-            connection.carry(carrier(connection))
-    except BaseException:
-        connection.close()
-        raise
-    return connection

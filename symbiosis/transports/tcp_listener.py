@@ -117,6 +117,7 @@ class TcpListener:
             self._server = await loop.create_server(partial(TcpLine, self), sock=listening, backlog=peer.AT_ONCE)
             listening.listen(peer.BACKLOG)
         except OSError as error:
+            listening.close()
             raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
         port = listening.getsockname()[1]
         self.address = f"{address.partition(':')[0]}://{endpoint._replace(port=port)}"
@@ -125,14 +126,6 @@ class TcpListener:
             self.service.reserve(self.keys.tenants)
         encrypted = self.keys is not None and carries_tensors(address)
         log.info("listening", address=self.address, encrypted=encrypted)
-
-    def clients_of(self, tenant: str) -> int:
-        """Return how many open client connections a tenant has."""
-        return sum(line.tenant == tenant and line.peer.session is not None for line in self.lines)
-
-    def connections_of(self, tenant: str) -> int:
-        """Return how many open connections a tenant has, client connections, status connections and new ones."""
-        return sum(line.tenant == tenant and not line.peer.gone for line in self.lines)
 
     def _sweep(self) -> None:
         """End the sessions of tenants whose key was removed."""
@@ -308,7 +301,8 @@ class TcpLine(StreamLine):
 
     def greeted(self, name: str) -> str:
         listener = self.listener
-        clients, connections = listener.clients_of(self.tenant), listener.connections_of(self.tenant) - 1
+        mine = [line.peer for line in listener.lines if line.tenant == self.tenant and not line.peer.gone]
+        clients, connections = sum(one.session is not None for one in mine), len(mine) - 1
         if name and clients >= listener.limits.clients:
             raise BusyError(f"{self.tenant} has {clients} clients here already; close one first")
         if connections - clients >= max(listener.limits.clients, LOOKS_OF_ONE):

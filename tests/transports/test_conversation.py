@@ -44,7 +44,6 @@ from symbiosis.transports.wire import Hello, Type
 
 LAYERS = [[0, "q", 4, 8, "float32", False, True, 0], [1, "k", 4, 8, "float32", False, True, 0]]
 LIMITS = Limits(calls=3, rows=10, arena_bytes=4096)
-PLENTY = 1 << 40
 
 
 def welcome(limits: Limits = LIMITS, **share: Any) -> Welcome:
@@ -54,7 +53,7 @@ def welcome(limits: Limits = LIMITS, **share: Any) -> Welcome:
 
 def conversation(retry_s: float = 60.0, limits: Limits = LIMITS) -> Conversation:
     joined = Conversation("shm:///x", Hello("alice"), retry_s)
-    joined.joined(welcome(limits), PLENTY)
+    joined.joined(welcome(limits))
     return joined
 
 
@@ -79,7 +78,7 @@ def ended(error: SymbiosisError) -> tuple[Type, list[Any]]:
 def test_a_conversation_joins_and_calls() -> None:
     talk = Conversation("shm:///x", Hello("alice"), 60.0)
     assert talk.state is State.JOINING
-    talk.joined(welcome(), PLENTY)
+    talk.joined(welcome())
     assert talk.state is State.JOINED
     assert talk.identity() == Identity("i", "w")
     call = a_call(2)
@@ -114,11 +113,8 @@ def test_wrong_tensors_are_not_sent(call: Call) -> None:
     assert not sendable(talk)
 
 
-@pytest.mark.parametrize("most", [64, PLENTY])
-def test_a_call_beyond_the_limit_of_bytes(most: int) -> None:
-    """The limit is that of the executor, or of one message on the connection."""
-    talk = Conversation("shm:///x", Hello("alice"), 60.0)
-    talk.joined(welcome(Limits(arena_bytes=4096)), most)
+def test_a_call_beyond_the_limit_of_bytes() -> None:
+    talk = conversation(limits=Limits(arena_bytes=4096))
     with pytest.raises(UsageError, match="arena_bytes"):
         talk.call(a_call(1000))
 
@@ -210,7 +206,7 @@ def test_lost_calls_are_sent_again_in_order(lose: Any) -> None:
     lose(talk)
     assert talk.state is State.REJOINING
     late = talk.call(a_call())
-    talk.joined(welcome(), PLENTY)
+    talk.joined(welcome())
     assert talk.state is State.JOINED
     assert sendable(talk) == [pending[2], pending[3], pending[4]]
     assert list(talk.outstanding.waiting) == [late]
@@ -248,7 +244,7 @@ def test_time_for_attempts_starts_again_after_each_loss() -> None:
         talk.lost(ConnectionLostError("gone"))
         assert talk.next_attempt(start) is not None
         assert talk.next_attempt(start + 9.0) is not None
-        assert talk.joined(welcome(), PLENTY) == []
+        assert talk.joined(welcome()) == []
 
 
 def test_an_executor_that_admits_the_client_again_and_again_is_given_up() -> None:
@@ -262,7 +258,7 @@ def test_an_executor_that_admits_the_client_again_and_again_is_given_up() -> Non
         if talk.next_attempt(now) is None:
             break
         now, joins = now + 0.1, joins + 1
-        talk.joined(welcome(), PLENTY)
+        talk.joined(welcome())
     assert talk.state is State.ENDED
     assert FRUITLESS < joins < FRUITLESS + 60
     talk = conversation(retry_s=5.0)
@@ -273,7 +269,7 @@ def test_an_executor_that_admits_the_client_again_and_again_is_given_up() -> Non
         talk.outstanding.settle(waiting)
         talk.receive(*ended(ExecutorClosedError("closed")))
         assert talk.next_attempt(100.0 * turn) is not None
-        talk.joined(welcome(), PLENTY)
+        talk.joined(welcome())
 
 
 def test_a_client_without_calls_comes_back_as_often_as_its_executor() -> None:
@@ -282,12 +278,12 @@ def test_a_client_without_calls_comes_back_as_often_as_its_executor() -> None:
     for turn in range(30):
         talk.receive(*ended(ExecutorClosedError("closed")))
         assert talk.next_attempt(1000.0 * turn) is not None
-        talk.joined(welcome(), PLENTY)
+        talk.joined(welcome())
     for turn in range(200):
         talk.receive(*ended(ExecutorClosedError("closed")))
         if talk.next_attempt(30_000 + 0.1 * turn) is None:
             break
-        talk.joined(welcome(), PLENTY)
+        talk.joined(welcome())
     assert talk.state is State.ENDED
 
 
@@ -304,7 +300,7 @@ def test_a_client_in_a_walk_says_so_after_rejoining() -> None:
     talk = conversation()
     talk.walk_message(True)
     talk.lost(ConnectionLostError("gone"))
-    assert talk.joined(welcome(), PLENTY) == [wire.BEGIN]
+    assert talk.joined(welcome()) == [wire.BEGIN]
 
 
 def test_an_executor_that_does_not_admit_the_client_is_not_asked_again() -> None:
@@ -319,7 +315,7 @@ def test_another_model_is_not_joined() -> None:
     talk = conversation()
     talk.lost(ConnectionLostError("gone"))
     with pytest.raises(RefusedError, match="another model"):
-        talk.joined(welcome(fingerprint="another"), PLENTY)
+        talk.joined(welcome(fingerprint="another"))
     assert talk.state is State.ENDED
 
 
@@ -334,11 +330,11 @@ def test_checks_run_before_an_executor_is_joined_again() -> None:
     talk.before_return(check)
     assert not seen
     talk.lost(ConnectionLostError("gone"))
-    talk.joined(welcome(), PLENTY)
+    talk.joined(welcome())
     assert seen == [Identity("i", "w")]
     talk.lost(ConnectionLostError("gone"))
     with pytest.raises(UsageError, match="not this one"):
-        talk.joined(welcome(), PLENTY)
+        talk.joined(welcome())
     assert talk.state is State.ENDED
 
 
@@ -348,7 +344,7 @@ def test_an_interrupted_call_is_forgotten_and_needs_another_connection() -> None
     sendable(talk)
     talk.interrupted()
     assert talk.state is State.REJOINING
-    talk.joined(welcome(), PLENTY)
+    talk.joined(welcome())
     assert not sendable(talk)
 
 
@@ -464,7 +460,7 @@ class Conversations(RuleBasedStateMachine):
     @precondition(lambda self: self.talk.state is State.REJOINING)
     @rule()
     def return_(self) -> None:
-        self.talk.joined(welcome(), PLENTY)
+        self.talk.joined(welcome())
 
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:

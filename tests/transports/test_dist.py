@@ -24,11 +24,12 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import BrokenError, ConnectionLostError, UsageError, WireError
 from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import lanes, wire
-from symbiosis.transports.dist import LaneCarrier
+from symbiosis.transports.connection import joined
+from symbiosis.transports.dist import LaneCarrier, LaneConnection
 from symbiosis.transports.keys import new_key
 from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes
 from symbiosis.transports.limits import Limits
-from symbiosis.transports.tcp_client import AsyncTcpConnection, join
+from symbiosis.transports.tcp_client import AsyncTcpConnection
 from symbiosis.transports.wire import Hello, Type
 from tests.conftest import LANE
 from tests.helpers import BATCH, HANGS, IDS, METHODS, SHORT, adamw, assert_close, crowd, in_thread, lora, restart, until
@@ -558,9 +559,8 @@ async def test_results_count_until_their_lane_has_let_go_of_them(monkeypatch: py
     model = tiny_model(vocab_size=32_000, num_hidden_layers=1)
     async with symbiosis.Executor(model) as executor:
         listener: Any = await executor.listen(LOCAL, insecure=True)
-        carrier = partial(LaneCarrier, [])
-        options: Any = {"key": None, "insecure": True, "progress": None, "carrier": carrier}
-        mallory = await join(listener.address, Hello("mallory"), False, **options)
+        join = partial(LaneConnection, [], listener.address, key=None, insecure=True)
+        mallory = await joined(join, Hello("mallory"), False)
         assert isinstance(mallory.carrier, LaneCarrier)
         silent = Silent(mallory.carrier)
         mallory.start(silent)

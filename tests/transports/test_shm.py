@@ -29,7 +29,7 @@ from symbiosis.errors import (
     UsageError,
 )
 from symbiosis.testing import ARCHITECTURES, Comparison, run_job, run_job_plain, tiny_model
-from symbiosis.transports import wire
+from symbiosis.transports import connection, wire
 from symbiosis.transports.arena import Arena, Places
 from symbiosis.transports.peer import Peer
 from symbiosis.transports.stream import frame
@@ -362,6 +362,32 @@ async def test_coroutines_survive_a_restart(base: Any, address: str) -> None:
     await executors[-1].close()
     comparison = Comparison.of(outcome, expected)
     assert comparison.bit_equal, comparison
+
+
+async def test_coroutines_survive_a_lack_of_threads(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the client cannot start a thread to join again, it tries again later."""
+    failures = 0
+
+    async def joined(*arguments: Any) -> Any:
+        nonlocal failures
+        if failures < 2:
+            failures += 1
+            raise RuntimeError("can't start new thread")
+        return await connection.joined(*arguments)
+
+    executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(2)]
+    await executors[0].start()
+    await executors[0].listen(address)
+    async with symbiosis.connect(address, retry=30.0) as remote, remote.client(seed=0) as client:
+        expected = (await client.forward(input_ids=IDS)).logits
+        monkeypatch.setattr("symbiosis.transports.channel.joined", joined)
+        await executors[0].close()
+        await executors[1].start()
+        await executors[1].listen(address)
+        output = await asyncio.wait_for(client.forward(input_ids=IDS), 30)
+        assert failures == 2
+        assert torch.equal(output.logits, expected)
+    await executors[1].close()
 
 
 async def test_synchronous_code_survives_a_restart(base: Any, address: str) -> None:
