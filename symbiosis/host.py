@@ -110,8 +110,7 @@ class Executor:
         name: str | None = None,
         model_name: str | None = None,
     ) -> None:
-        _check(device, max_rows, max_bytes, model_name)
-        check_mode(joint)
+        _check(device, max_rows, max_bytes, joint, model_name)
         policy = make_policy(policy)
         loaded = model if isinstance(model, Loaded) else Loaded.given(model, device, dtype)
         split = SplitModel(
@@ -178,7 +177,7 @@ class Executor:
 
         The other arguments are those of :class:`Executor`. Weights are packed by default.
         """
-        _check(device, max_rows, max_bytes, model_name)
+        _check(device, max_rows, max_bytes, joint, model_name)
         policy = make_policy(policy)
         partly = layers is not None
         loaded = Loaded.from_pretrained(model, model_class, device, dtype, options, partly=partly, shards=shards)
@@ -456,7 +455,7 @@ class Executor:
             timeline.close()
 
 
-def _check(device: str | torch.device | None, max_rows: Any, max_bytes: Any, model_name: Any) -> None:
+def _check(device: str | torch.device | None, max_rows: Any, max_bytes: Any, joint: str, model_name: Any) -> None:
     """Raise UsageError for an argument of :class:`Executor` that can be checked before a model is loaded."""
     try:
         torch.empty(0, device=device)
@@ -467,6 +466,7 @@ def _check(device: str | torch.device | None, max_rows: Any, max_bytes: Any, mod
     if type(max_rows) is not int:
         raise UsageError(f"max_rows is {max_rows!r}; give a whole number, 1 or more")
     _check_max_bytes(max_bytes)
+    check_mode(joint)
     if model_name is not None and not is_model_name(model_name):
         raise UsageError(f"model_name is {model_name!r:.300}; give a text of at most {MAX_NAME} printable characters")
 

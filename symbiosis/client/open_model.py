@@ -181,20 +181,16 @@ class WalkCounter:
                 return
             self._backwards.add(number)
         self.begin()
+
+        def callback() -> None:
+            ended()
+
         # The engine calls the callback when the backward pass is complete, and drops it also if the pass has failed.
-        callback = _Callback()
-        callback.ended = weakref.finalize(callback, self._backward_ended, number)
-        callback.ended.atexit = False
+        ended = weakref.finalize(callback, self._backward_ended, number)
+        ended.atexit = False
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _backward_ended(self, number: int) -> None:
         with self._lock:
             self._backwards.remove(number)
         self.end()
-
-
-class _Callback:
-    ended: Any
-
-    def __call__(self) -> None:
-        self.ended()

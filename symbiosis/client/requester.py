@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from symbiosis.client.placeholders import KeptProduct
 from symbiosis.client.siblings import SiblingState
-from symbiosis.client.waiting import BlockingWaiter, Waiter
+from symbiosis.client.waiting import Waiter, wait_blocking
 from symbiosis.core.requests import Call, Key, Results
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
@@ -93,7 +93,7 @@ class Requester:
         self.joint: tuple[str, ...] = ()
         """In a joint walk, the clients of its rows, one row each; empty in a client's own model."""
         self._channel: Channel | None = None
-        self._waiter: Waiter = BlockingWaiter()
+        self._wait: Waiter = wait_blocking
         self._answer: Callable[[Call], Results] | None = None
         self.here = ThreadState()
 
@@ -101,7 +101,7 @@ class Requester:
         """Send over this channel from now on. By default every thread that sends blocks."""
         self._channel = channel
         if waiter is not None:
-            self._waiter = waiter
+            self._wait = waiter
 
     def close(self) -> None:
         """Send no further requests."""
@@ -169,9 +169,9 @@ class Requester:
         if on_own_stream(home):
             return self._on_default_stream(key, kind, tensors, name)
         if home == channel.device:
-            return self._waiter.wait(channel, Call(key, kind, tensors, self.joint), name)
+            return self._wait(channel, Call(key, kind, tensors, self.joint), name)
         moved = tuple(tensor.to(channel.device) for tensor in tensors)
-        return tuple(result.to(home) for result in self._waiter.wait(channel, Call(key, kind, moved), name))
+        return tuple(result.to(home) for result in self._wait(channel, Call(key, kind, moved), name))
 
     def _on_default_stream(self, key: Key, kind: Kind, tensors: Results, name: str) -> Results:
         """Send a request of code that computes on a CUDA stream of its own.

@@ -2,7 +2,7 @@
 
 * In a client on an event loop (:class:`LoopWaiter`), a fiber suspends, and any other thread blocks. Backward passes run
   on a thread of the client's own (:class:`ClientThread`), because autograd cannot be suspended.
-* In a client without an event loop, the thread blocks (:class:`BlockingWaiter`).
+* In a client without an event loop, the thread blocks (:func:`wait_blocking`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from greenlet import getcurrent
@@ -26,22 +26,14 @@ from symbiosis.modes import modes_aside
 T = TypeVar("T")
 
 
-class Waiter(Protocol):
-    """Sends a call and waits for its results."""
-
-    def wait(self, channel: Channel, call: Call, name: str) -> Results:
-        """Return the results of a call. ``name`` is the layer's, for errors.
-
-        Raises:
-            CannotWaitError: the layer was called where it cannot wait.
-        """
+Waiter = Callable[[Channel, Call, str], Results]
+"""Sends a call and returns its results, given the layer's name for errors. Raises CannotWaitError if the layer was
+called where it cannot wait."""
 
 
-class BlockingWaiter:
-    """Waits in clients without an event loop, on any thread."""
-
-    def wait(self, channel: Channel, call: Call, name: str) -> Results:
-        return channel.call(call)
+def wait_blocking(channel: Channel, call: Call, name: str) -> Results:
+    """Wait in a client without an event loop, on any thread."""
+    return channel.call(call)
 
 
 class LoopWaiter:
@@ -55,7 +47,7 @@ class LoopWaiter:
         self._thread = thread
         self._loop_thread = threading.get_ident()
 
-    def wait(self, channel: Channel, call: Call, name: str) -> Results:
+    def __call__(self, channel: Channel, call: Call, name: str) -> Results:
         fiber = getcurrent()
         if isinstance(fiber, Fiber):
             return _wait_in_fiber(fiber, channel, call, name)

@@ -22,11 +22,12 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import symbiosis
 from symbiosis import Client, Executor
+from symbiosis.client.joint.attention import JointError
 from symbiosis.core.terms import JOINT, Kind
 from symbiosis.errors import RefusedError, UsageError
 from symbiosis.policies import Fair, NoLockstep, RateLimit
 from symbiosis.testing import tiny_model
-from tests.helpers import LOGITS, ia3, lora, prefix
+from tests.helpers import LOGITS, ia3, lora, prefix, until
 
 _TINY = {
     "vocab_size": 64,
@@ -495,6 +496,25 @@ async def test_clients_of_one_process_are_walked_together_over_a_transport(trans
         assert len(executor.service.clients) == 5
     for number, out in enumerate(outs):
         assert_equal(out, expected_of(plain_base, number))
+
+
+async def test_a_model_that_cannot_be_walked_jointly_costs_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(model: Any) -> None:
+        raise JointError("it is a test")
+
+    monkeypatch.setattr("symbiosis.client.joint.model._check", refuse)
+    async with Executor(model_of("llama")) as executor, contextlib.AsyncExitStack() as stack:
+        listener = await executor.listen(f"shm://{tmp_path}/joint.sock")
+        served = await stack.enter_async_context(symbiosis.connect(listener.address))
+        for owner in (executor, served):
+            clients = [await stack.enter_async_context(owner.client(lora())) for _ in range(2)]
+            await asyncio.gather(*map(generate, clients))
+            names = {client.name for client in clients}
+            walks = served.walks() if owner is served else executor.statistics().clients
+            assert all("it is a test" in str(walks[name]) for name in names), walks
+            await until(lambda: not any(JOINT in name for name in executor.service.clients))
 
 
 async def test_statistics_and_a_trace_show_each_tenant(tmp_path: Path) -> None:

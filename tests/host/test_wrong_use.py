@@ -35,6 +35,7 @@ def lora(**options: Any) -> LoraConfig:
         (lambda: symbiosis.Executor(tiny_model(), base_layers=5), "base_layers is 5"),
         (lambda: symbiosis.Executor(tiny_model(), dtype=5), "dtype is 5"),
         (lambda: symbiosis.Executor(tiny_model(), max_rows="8"), "max_rows is '8'"),
+        (lambda: symbiosis.Executor.from_pretrained("/nowhere", joint="yes"), "joint is 'yes'"),
     ],
 )
 def test_executor(make: Callable[[], Any], complaint: str) -> None:

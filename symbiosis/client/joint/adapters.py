@@ -109,14 +109,6 @@ class _JointLayer:
         return base(x) if self.adapters is None else self.adapters(x, base)
 
 
-class _JointLinear(_JointLayer, VirtLinear):  # type: ignore[misc]  # as in VirtLinear
-    pass
-
-
-class _JointConv1D(_JointLayer, VirtConv1D):
-    pass
-
-
 class _JointEmbedding:
     """Behaviour of the joint model's embeddings. PEFT's own layer gives a row: it needs no base layer for it."""
 
@@ -135,20 +127,20 @@ class _JointEmbedding:
         )
 
 
+@functools.cache
+def _joint(kind: type[Any], cls: type[Any]) -> type[Any]:
+    return type(cls.__name__, (kind, cls), {"__module__": __name__})
+
+
 def make_joint(model: Any) -> dict[str, Any]:
     """Give the layers of a skeleton, in place, what they need for adapters by row. Return them by name."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if type(module) is VirtLinear:
-            module.__class__ = _JointLinear
-        elif type(module) is VirtConv1D:
-            module.__class__ = _JointConv1D
-        elif isinstance(module, torch.nn.Embedding):
-            cls = type(module)
-            module.__class__ = type(cls.__name__, (_JointEmbedding, cls), {"__module__": __name__})
-        else:
-            continue
-        found[name] = module
+        cls = type(module)
+        kind = _JointLayer if cls in (VirtLinear, VirtConv1D) else _JointEmbedding
+        if kind is _JointLayer or isinstance(module, torch.nn.Embedding):
+            module.__class__ = _joint(kind, cls)  # type: ignore[arg-type]  # classes are hashable
+            found[name] = module
     return found
 
 

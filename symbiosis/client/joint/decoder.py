@@ -378,6 +378,14 @@ class JointDecoder:
             self.refusal = f"a joint walk failed: {type(error).__name__}: {error}"
         finally:
             self._task = None
+            if self.model is None:
+                self._leave()
+
+    def _leave(self) -> None:
+        self._requester.close()
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            channel.close()
 
     def _try(self, model: JointModel, device: torch.device) -> None:
         trials = model.check(device)
@@ -397,9 +405,7 @@ class JointDecoder:
             await asyncio.wait([task])
         if self.captured is not None:
             self.captured.forget()
-        self._requester.close()
-        if self.channel is not None:
-            self.channel.close()
+        self._leave()
 
 
 def _give(outputs: Iterable[tuple[Any, Any]]) -> None:
