@@ -21,7 +21,7 @@ from symbiosis.core.policy import Policy
 from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_policy, make_privacy, make_transport
 from symbiosis.core.requests import LayerSpec
-from symbiosis.core.share import MAX_NAME, is_model_name
+from symbiosis.core.share import MAX_MODEL_NAME, is_model_name
 from symbiosis.core.terms import JOINT, Kind, Terms
 from symbiosis.core.transport import Channel, Listener
 from symbiosis.errors import ExecutorClosedError, SymbiosisError, UsageError
@@ -468,7 +468,9 @@ def _check(device: str | torch.device | None, max_rows: Any, max_bytes: Any, joi
     _check_max_bytes(max_bytes)
     check_mode(joint)
     if model_name is not None and not is_model_name(model_name):
-        raise UsageError(f"model_name is {model_name!r:.300}; give a text of at most {MAX_NAME} printable characters")
+        raise UsageError(
+            f"model_name is {model_name!r:.300}; give a text of at most {MAX_MODEL_NAME} printable characters"
+        )
 
 
 def _check_max_bytes(max_bytes: Any) -> None:

@@ -25,7 +25,7 @@ from symbiosis.client.parameters import SharedParameter, shared_parameter
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear, is_missing, virtualize
 from symbiosis.core.requests import LayerSpec
-from symbiosis.core.share import MAX_NAME, Resident, Share, dtype_named, is_model_name, layers_of, quantization_of
+from symbiosis.core.share import MAX_MODEL_NAME, Resident, Share, dtype_named, is_model_name, layers_of, quantization_of
 from symbiosis.core.transport import Channel
 from symbiosis.errors import PlaceholderError, ShareError
 
@@ -135,7 +135,9 @@ def _build(description: Mapping[str, Any]) -> Any:
     if not (isinstance(architecture, type) and issubclass(architecture, known)):
         raise ShareError(f"the executor's model is a {description['architecture']}, which is no transformers model")
     if not is_model_name(name := description["name"]):
-        raise ShareError(f"the name of the executor's model is {name!r:.300}; at most {MAX_NAME} characters are taken")
+        raise ShareError(
+            f"the name of the executor's model is {name!r:.300}; at most {MAX_MODEL_NAME} characters are taken"
+        )
     config = transformers.CONFIG_MAPPING[description["model_type"]].from_dict(_data_only(description["config"]))
     config._name_or_path = name  # what PEFT writes as an adapter's base model
     with torch.device("meta"):

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-MAX_NAME = 256
+MAX_MODEL_NAME = 256
 """Largest number of characters of a model's name."""
 
 
 def is_model_name(value: object) -> bool:
     """Return whether a value is a text that can be a model's name."""
-    return isinstance(value, str) and len(value) <= MAX_NAME and value.isprintable()
+    return isinstance(value, str) and len(value) <= MAX_MODEL_NAME and value.isprintable()
 
 
 def quantization_of(modules: Iterable[object]) -> str | None:

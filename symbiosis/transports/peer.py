@@ -45,19 +45,6 @@ from symbiosis.transports.wire import CallMessage, Type
 
 log = get_logger(__name__)
 
-HELLO_WITHIN_S = 10.0
-"""Seconds within which a new connection must send HELLO."""
-LOOK_WITHIN_S = 30.0
-"""Seconds for which a status connection may stay."""
-GOODBYE_S = 1.0
-"""Seconds for which a rejected client may read the reason before its connection is cut."""
-MAX_CONNECTIONS = 1024
-"""Connections of a listener."""
-BACKLOG = 1024
-"""Connections that the kernel keeps until a busy executor accepts them."""
-AT_ONCE = 8
-"""Connections that the event loop accepts in one turn. It looks at them some turns later, and until then each holds one
-of the spare descriptors."""
 ROOM_WITHIN_S = 60.0
 """Seconds for which a call waits for room in the executor's memory before it fails."""
 MAKE_ROOM_S = 10.0

@@ -27,7 +27,7 @@ from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Channel, Look, Service
 from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, UsageError, WireError
 from symbiosis.log import get_logger
-from symbiosis.transports import descriptors, device, peer, wire
+from symbiosis.transports import descriptors, device, wire
 from symbiosis.transports.arena import Arena, Memory
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
@@ -38,7 +38,7 @@ from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Peer
 from symbiosis.transports.share import ServedShare
 from symbiosis.transports.shm_client import AsyncShmConnection, BlockingShmConnection, ShmConnection, socket_path
-from symbiosis.transports.stream_line import StreamLine
+from symbiosis.transports.stream_line import ACCEPTED_AT_ONCE, BACKLOG, StreamLine
 from symbiosis.transports.wire import Hello, Type
 
 log = get_logger(__name__)
@@ -125,9 +125,9 @@ class ShmListener:
         try:
             self._inode = self._path.stat().st_ino
             self._server = await asyncio.get_running_loop().create_unix_server(
-                lambda: ShmLine(self), sock=listening, backlog=peer.AT_ONCE
+                lambda: ShmLine(self), sock=listening, backlog=ACCEPTED_AT_ONCE
             )
-            listening.listen(peer.BACKLOG)
+            listening.listen(BACKLOG)
         except OSError as error:
             listening.close()
             raise UsageError(f"cannot listen on {self.address}: {error.strerror or error}") from error

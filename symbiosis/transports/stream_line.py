@@ -8,11 +8,24 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from symbiosis.errors import BusyError, SymbiosisError, WireError
-from symbiosis.transports import descriptors, peer, wire
+from symbiosis.transports import descriptors, wire
 from symbiosis.transports.peer import Peer
 from symbiosis.transports.stream import ByteStream
 
-AT_ONCE = 16
+HELLO_WITHIN_S = 10.0
+"""Seconds within which a new connection must send HELLO."""
+LOOK_WITHIN_S = 30.0
+"""Seconds for which a status connection may stay."""
+GOODBYE_S = 1.0
+"""Seconds for which a rejected client may read the reason before its connection is cut."""
+MAX_CONNECTIONS = 1024
+"""Connections of a listener."""
+BACKLOG = 1024
+"""Connections that the kernel keeps until a busy executor accepts them."""
+ACCEPTED_AT_ONCE = 8
+"""Connections that the event loop accepts in one turn. It looks at them some turns later, and until then each holds one
+of the spare descriptors."""
+READ_AT_ONCE = 16
 """Messages of one client that are read before other clients get their turn."""
 WRITTEN_AT_ONCE = 1 << 20
 """Bytes to one client that are encrypted and written before the event loop does other work."""
@@ -64,7 +77,7 @@ class StreamLine(asyncio.BufferedProtocol):
         self.peer.identified(tenant)
         if self.peer.gone:
             return
-        self._refuse_after(peer.HELLO_WITHIN_S, f"no HELLO within {peer.HELLO_WITHIN_S:.0f} s")
+        self._refuse_after(HELLO_WITHIN_S, f"no HELLO within {HELLO_WITHIN_S:.0f} s")
         self._check_progress(0, 0)
 
     def _has_room(self, listener: str, connections: int, *, readable: bool) -> bool:
@@ -82,8 +95,8 @@ class StreamLine(asyncio.BufferedProtocol):
         left = descriptors.left(self._transport.get_extra_info("socket").fileno())
         if left <= 0:
             why = "no file descriptors are left"
-        elif connections > peer.MAX_CONNECTIONS:
-            why = f"{peer.MAX_CONNECTIONS} clients are connected already"
+        elif connections > MAX_CONNECTIONS:
+            why = f"{MAX_CONNECTIONS} clients are connected already"
         else:
             return True
         if self._cut_oldest():
@@ -119,7 +132,7 @@ class StreamLine(asyncio.BufferedProtocol):
         """Take some messages that have come; reading of the connection goes on when there are no more."""
         self._reading = None
         try:
-            for _ in range(AT_ONCE):
+            for _ in range(READ_AT_ONCE):
                 if self.peer.gone:
                     return
                 if self._stream.awaits and not self._stream.take():
@@ -292,7 +305,7 @@ class StreamLine(asyncio.BufferedProtocol):
 
     def _abort_soon(self) -> None:
         self._stop_deadline()
-        self._deadline = asyncio.get_running_loop().call_later(peer.GOODBYE_S, self._transport.abort)
+        self._deadline = asyncio.get_running_loop().call_later(GOODBYE_S, self._transport.abort)
 
     def listen(self, wanted: bool) -> None:
         self._listening = wanted
@@ -315,7 +328,7 @@ class StreamLine(asyncio.BufferedProtocol):
     def greeted(self, name: str) -> str:
         self._stop_deadline()
         if not name:
-            self._refuse_after(peer.LOOK_WITHIN_S, f"a status connection may stay {peer.LOOK_WITHIN_S:.0f} s")
+            self._refuse_after(LOOK_WITHIN_S, f"a status connection may stay {LOOK_WITHIN_S:.0f} s")
         return name
 
     def end(self, error: SymbiosisError) -> None:

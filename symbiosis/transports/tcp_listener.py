@@ -18,7 +18,7 @@ from symbiosis.core.requests import Results
 from symbiosis.core.transport import Service
 from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
-from symbiosis.transports import peer, wire
+from symbiosis.transports import wire
 from symbiosis.transports.courier import Admitted, Courier
 from symbiosis.transports.keys import Keyring, identity
 from symbiosis.transports.limits import Limits
@@ -26,7 +26,7 @@ from symbiosis.transports.peer import Peer
 from symbiosis.transports.share import ServedShare
 from symbiosis.transports.sockets import Endpoint, bind, carries_tensors, prepare
 from symbiosis.transports.stream import ByteStream, TlsByteStream, block, matrices, payload_of
-from symbiosis.transports.stream_line import StreamLine
+from symbiosis.transports.stream_line import ACCEPTED_AT_ONCE, BACKLOG, StreamLine
 from symbiosis.transports.wire import Type
 
 log = get_logger(__name__)
@@ -114,8 +114,8 @@ class TcpListener:
         loop, endpoint = asyncio.get_running_loop(), self._endpoint
         listening = bind(address, endpoint)
         try:
-            self._server = await loop.create_server(partial(TcpLine, self), sock=listening, backlog=peer.AT_ONCE)
-            listening.listen(peer.BACKLOG)
+            self._server = await loop.create_server(partial(TcpLine, self), sock=listening, backlog=ACCEPTED_AT_ONCE)
+            listening.listen(BACKLOG)
         except OSError as error:
             listening.close()
             raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error

@@ -33,7 +33,7 @@ from symbiosis.transports import connection, wire
 from symbiosis.transports.arena import Arena, Places
 from symbiosis.transports.peer import Peer
 from symbiosis.transports.stream import frame
-from symbiosis.transports.stream_line import AT_ONCE
+from symbiosis.transports.stream_line import READ_AT_ONCE
 from symbiosis.transports.wire import Type
 from tests.helpers import (
     BATCH,
@@ -122,7 +122,7 @@ async def test_a_flood_is_read_in_parts(base: Any, address: str, monkeypatch: py
                 await in_thread(thread.join)
     assert order.count("alice") > 30
     assert order.count("flood") > 100
-    assert max(rounds.values()) <= 2 * AT_ONCE
+    assert max(rounds.values()) <= 2 * READ_AT_ONCE
 
 
 async def test_threads_open_models_at_once(base: Any, address: str) -> None:

@@ -23,7 +23,7 @@ from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import RefusedError, UsageError, WireError
 from symbiosis.executor.service import ACTIVITY_EVERY_S
-from symbiosis.transports import peer, tcp_listener, wire
+from symbiosis.transports import stream_line, tcp_listener, wire
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.wire import Type
@@ -65,7 +65,7 @@ async def test_bad_messages_end_the_connection_of_that_client_only(base: Any, wh
 async def test_a_client_closes_a_connection_that_the_executor_has_ended(
     base: Any, blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer, "GOODBYE_S", 1e6)  # the executor does not close it
+    monkeypatch.setattr(stream_line, "GOODBYE_S", 1e6)  # the executor does not close it
     async with symbiosis.Executor(base) as executor, contextlib.AsyncExitStack() as stack:
         listener: Any = await executor.listen(LOCAL)
         if blocking:
@@ -155,7 +155,7 @@ async def test_a_peer_that_speaks_another_protocol_is_disconnected(base: Any, ca
 
 
 async def test_a_connection_without_hello_is_closed(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.transports.peer.HELLO_WITHIN_S", 0.1)
+    monkeypatch.setattr("symbiosis.transports.stream_line.HELLO_WITHIN_S", 0.1)
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         with raw(listener.address):
@@ -235,7 +235,7 @@ async def test_hello_is_sent_once(base: Any) -> None:
 
 
 async def test_a_status_connection_ends(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.transports.peer.LOOK_WITHIN_S", 0.5)
+    monkeypatch.setattr("symbiosis.transports.stream_line.LOOK_WITHIN_S", 0.5)
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         with raw(listener.address) as idle:

@@ -23,7 +23,7 @@ from symbiosis.core import budget
 from symbiosis.core.registry import make_transport
 from symbiosis.errors import ConnectionLostError, RefusedError, UsageError
 from symbiosis.transports import keys as keys_module
-from symbiosis.transports import peer, tcp_listener, wire
+from symbiosis.transports import stream_line, tcp_listener, wire
 from symbiosis.transports.keys import load_key, new_key
 from symbiosis.transports.wire import Type
 from tests.helpers import IDS, in_thread, until
@@ -346,7 +346,7 @@ async def test_peers_without_a_key_keep_out_no_tenant(
             for address, options in ((listener.address, {"key": keys / "alice.secret"}), (shm, {})):
                 async with symbiosis.connect(address, **options) as remote, remote.client() as client:
                     await client.forward(input_ids=IDS)
-            monkeypatch.setattr(peer, "MAX_CONNECTIONS", 4)
+            monkeypatch.setattr(stream_line, "MAX_CONNECTIONS", 4)
             async with symbiosis.connect(listener.address, key=keys / "alice.secret", retry=0) as remote:
                 assert await remote.status()
         for one in silent:
