@@ -164,11 +164,11 @@ class Cut:
         return Columns(own.stop - own.start, whole.dtype)
 
     def call(self, key: Key, tensors: Results, rank: int) -> Results:
-        """Return the matrices of a call that go to ``rank``, each contiguous."""
+        """Return the matrices of a call that go to ``rank``."""
         if key.pass_ is _BACKWARD and not key.choices:
             (dy,) = tensors
-            return (dy[:, range_of(dy.shape[1], rank, self._count)].contiguous(),)
-        return tuple([tensor.contiguous() for tensor in tensors])
+            return (dy[:, range_of(dy.shape[1], rank, self._count)],)
+        return tensors
 
     def together(self, key: Key, parts: Sequence[Results]) -> Results:
         """Return the results of a call from those of all parts, in their order."""

@@ -1,22 +1,25 @@
 """What goes between the shards of an executor: orders, and answers with results (:mod:`symbiosis.executor.shards`).
 
 An order is a header of 64 numbers, which names a key and the rows of its call. An answer is a number, which tells
-whether the shard has computed its part. On CPUs, small matrices go in the same message, and others after it. gloo sends
-nothing before the other side receives, so each shard awaits the next order while it computes.
+whether the shard has computed its part. Matrices lie in memory that both shards have mapped, if they fit there, and
+otherwise follow as messages. gloo sends nothing before the other side receives, so each shard awaits the next order
+while it computes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import mmap
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
-from symbiosis.core.requests import Columns, Key, Pass, Results
+from symbiosis.core.requests import Columns, Expected, Key, Pass, Results
 from symbiosis.process_groups import gloo, nccl
 
 dist: Any = distributed  # its types leave the stores out
@@ -29,14 +32,24 @@ the others wait. A shard that has ended is noticed at once."""
 _TOLD, _ROWS, _ANSWER = range(3)
 """Tags of orders and what is told at the start, of matrices, and of answers. NCCL knows no tags, and has a group for
 matrices alone."""
-_NUMBER = 8  # bytes
-_HEADER_BYTES = 64 * _NUMBER
+_HEADER = 64
+"""Numbers of a header."""
 MOST_LAYERS = 32
 """Layers that a header names."""
-_INLINE_BYTES = 1 << 16
-"""Size of the largest matrices of an order or an answer that go in its message: rows of clients that decode."""
+_SHARED_BYTES = 64 << 20
+"""Memory that the first shard shares with another one: 2,048 rows of a layer of 4096 × 4096 in bf16, and its answer.
+Pages that were never written take no memory."""
+_ALIGNED = 64
+"""Bytes: where matrices begin in this memory."""
 _FOREVER = timedelta(days=10_000)
 RUN, END = 1, 0
+
+
+class Matrices(NamedTuple):
+    """The matrices of a call and of its answer, in memory that two shards share."""
+
+    call: Results
+    answer: Results
 
 
 class ShardGroup:
@@ -47,10 +60,20 @@ class ShardGroup:
         rank, count: this shard and the number of all.
         local: IP address of this shard, for gloo.
         device: where its tensors are.
+        shared: the memory that this process shares with other shards, by their ranks; see :func:`map_shared`.
     """
 
-    def __init__(self, store: Any, rank: int, count: int, local: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        count: int,
+        local: str,
+        device: torch.device,
+        shared: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
         self.rank, self.count, self.device = rank, count, device
+        self._shared = shared or {}
         self._coming: tuple[torch.Tensor, Any] | None = None
         self._told = gloo(dist.PrefixStore("told", store), rank, count, local, MEET_WITHIN_S)
         cuda = device.type == "cuda"
@@ -70,53 +93,59 @@ class ShardGroup:
         self._told.recv([data], rank, 0).wait(timedelta(seconds=WITHIN_S))
         return json.loads(bytes(data.numpy()))
 
-    def order(self, rank: int, header: Sequence[int], tensors: Results = ()) -> list[Any]:
-        """Begin to send a header and the matrices of a call. Return what to :meth:`finish`."""
-        return self._send(rank, _TOLD, header, tensors)
+    def shared(self, rank: int, rows: int, shapes: Expected) -> Matrices | None:
+        """Return where the matrices of a call and of its answer lie in the memory shared with a shard; None if they do
+        not fit, or no memory is shared."""
+        memory = self._shared.get(rank)
+        if memory is None:
+            return None
+        found, start = [], 0
+        for width, dtype in (*shapes.call, *shapes.answer):
+            end = start + rows * width * dtype.itemsize
+            if end > len(memory):
+                return None
+            found.append(memory[start:end].view(dtype).view(rows, width))
+            start = -(-end // _ALIGNED) * _ALIGNED
+        calls = len(shapes.call)
+        return Matrices(tuple(found[:calls]), tuple(found[calls:]))
 
-    def answer(self, ok: bool, tensors: Results) -> list[Any]:
-        """Begin to send the first shard whether this one has computed its part, and the matrices. Return what to
-        :meth:`finish`."""
-        return self._send(0, _ANSWER, [ok], tensors)
+    def order(
+        self, rank: int, header: Sequence[int], tensors: Results = (), shared: Results | None = None
+    ) -> list[Any]:
+        """Begin to send a header and the matrices of a call, which go to ``shared``, or in messages if that is None.
+        Return what to :meth:`finish`."""
+        return self._send(rank, _TOLD, header, tensors, shared)
 
-    def _send(self, rank: int, tag: int, numbers: Sequence[int], tensors: Results) -> list[Any]:
-        inline = tensors if self._is_inline(tensors) else ()
-        parts = [torch.tensor(numbers, dtype=torch.int64), *inline]
-        message = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
-        sent = [self._told.send([message], rank, tag)]
-        return sent if inline else sent + [self._rows.send([tensor], rank, _ROWS) for tensor in tensors]
+    def answer(self, ok: bool, tensors: Results, shared: Results | None) -> list[Any]:
+        """Begin to send the first shard whether this one has computed its part, and the matrices, as :meth:`order`.
+        Return what to :meth:`finish`."""
+        return self._send(0, _ANSWER, [ok], tensors, shared)
 
-    def _is_inline(self, tensors: Results) -> bool:
-        """Return whether matrices go in the message of their order or answer."""
-        return self.device.type != "cuda" and sum(tensor.nbytes for tensor in tensors) <= _INLINE_BYTES
+    def _send(self, rank: int, tag: int, numbers: Sequence[int], tensors: Results, shared: Results | None) -> list[Any]:
+        if shared is not None:
+            for place, tensor in zip(shared, tensors, strict=True):
+                place.copy_(tensor)
+            tensors = ()
+        sent = [self._told.send([torch.tensor(numbers, dtype=torch.int64)], rank, tag)]
+        return sent + [self._rows.send([tensor.contiguous()], rank, _ROWS) for tensor in tensors]
 
-    def _await(self) -> tuple[torch.Tensor, Any]:
-        message = torch.empty(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
-        return message, self._told.recv([message], 0, 0)
+    def _await(self, rank: int, tag: int, numbers: int) -> tuple[torch.Tensor, Any]:
+        message = torch.empty(numbers, dtype=torch.int64)
+        return message, self._told.recv([message], rank, tag)
 
-    def next_order(self) -> tuple[list[int], torch.Tensor]:
-        """Return the next header of the first shard, whenever it comes, and the message that has it.
+    def next_order(self) -> list[int]:
+        """Return the next header of the first shard, whenever it comes.
 
         gloo sends nothing before the other side receives, so the one after it is awaited from now on.
         """
-        message, coming = self._coming or self._await()
+        message, coming = self._coming or self._await(0, _TOLD, _HEADER)
         coming.wait(_FOREVER)
-        self._coming = self._await()
-        return message[:_HEADER_BYTES].view(torch.int64).tolist(), message
+        self._coming = self._await(0, _TOLD, _HEADER)
+        return message.tolist()
 
-    def take(self, message: torch.Tensor, tensors: Results) -> None:
-        """Fill the matrices of a call that was ordered."""
-        if self._is_inline(tensors):
-            _fill(tensors, message[_HEADER_BYTES:])
-            return
-        for one in [self.receive(0, tensor) for tensor in tensors]:
-            self.finish(one)
-
-    def await_answer(self, rank: int, tensors: Results) -> Answer:
-        """Begin to receive an answer. Its matrices are received here if they are in its message."""
-        inline = tensors if self._is_inline(tensors) else ()
-        message = torch.empty(_NUMBER + sum(tensor.nbytes for tensor in inline), dtype=torch.uint8)
-        return Answer(message, self._told.recv([message], rank, _ANSWER), inline, () if inline else tensors)
+    def await_answer(self, rank: int) -> Answer:
+        """Begin to receive whether a shard has computed its part."""
+        return Answer(*self._await(rank, _ANSWER, 1))
 
     def receive(self, rank: int, tensor: torch.Tensor) -> Any:
         """Begin to receive a matrix."""
@@ -132,33 +161,31 @@ class ShardGroup:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that is under way.
-
-    Attributes:
-        message: its number, and the matrices in it.
-        coming: what to wait for.
-        inline: the matrices in it.
-        after: the matrices that come after it.
-    """
+    """An answer that is under way: its number, and what to wait for."""
 
     message: torch.Tensor
     coming: Any
-    inline: Results
-    after: Results
 
     def wait(self) -> bool:
-        """Wait for the message, fill the matrices in it, and return whether the shard has computed its part."""
+        """Wait for the message, and return whether the shard has computed its part."""
         self.coming.wait(timedelta(seconds=WITHIN_S))
-        _fill(self.inline, self.message[_NUMBER:])
-        return bool(self.message[:_NUMBER].view(torch.int64).item())
+        return bool(self.message.item())
 
 
-def _fill(tensors: Results, data: torch.Tensor) -> None:
-    """Copy bytes to contiguous matrices, one after another."""
-    start = 0
-    for tensor in tensors:
-        tensor.view(-1).view(torch.uint8).copy_(data[start : start + tensor.nbytes])
-        start += tensor.nbytes
+def make_shared() -> int | None:
+    """Return the descriptor of memory for two shards to map; None on systems without memfd."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    descriptor = os.memfd_create("symbiosis-shards", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, _SHARED_BYTES)
+    return descriptor
+
+
+def map_shared(descriptor: int) -> torch.Tensor:
+    """Return this memory as bytes. The descriptor is closed."""
+    memory = mmap.mmap(descriptor, _SHARED_BYTES)
+    os.close(descriptor)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def header_of(key: Key, rows: int) -> list[int]:
@@ -174,6 +201,6 @@ def key_of(header: Sequence[int]) -> tuple[Key, int]:
     return Key(tuple(layers[:count]), Pass(pass_), bool(fp32), choices), rows
 
 
-def empty(rows: int, columns: Columns, device: torch.device) -> torch.Tensor:
-    """Return a matrix (rows × columns.width) whose numbers are still to be received."""
-    return torch.empty(rows, columns.width, dtype=columns.dtype, device=device)
+def empty(rows: int, columns: Sequence[Columns], device: torch.device) -> Results:
+    """Return matrices (rows × width) whose numbers are still to be received."""
+    return tuple([torch.empty(rows, width, dtype=dtype, device=device) for width, dtype in columns])

@@ -30,7 +30,7 @@ from symbiosis.errors import ShardLostError, SplitError
 from symbiosis.executor.launch import Launch, ShardSettings, dist, ended
 from symbiosis.executor.layers import BaseLayer
 from symbiosis.executor.parts import Cut
-from symbiosis.executor.shard_group import END, MOST_LAYERS, ShardGroup, empty, header_of, key_of
+from symbiosis.executor.shard_group import END, MOST_LAYERS, ShardGroup, empty, header_of, key_of, map_shared
 from symbiosis.executor.splitting import SplitModel
 
 log = logging.getLogger(__name__)
@@ -80,16 +80,19 @@ class Shards:
     def _run(self, key: Key, tensors: Results) -> Results:
         group, cut, rows = self._group, self._cut, len(tensors[0])
         others = range(1, group.count)
-        parts = [tuple([empty(rows, c, group.device) for c in cut.shapes(key, rank).answer]) for rank in others]
-        calls = [cut.call(key, tensors, rank) for rank in others]
+        shapes = {rank: cut.shapes(key, rank) for rank in others}
+        shared = {rank: group.shared(rank, rows, shapes[rank]) for rank in others}
         own: Results | Exception
+        parts: list[Results] = []
         try:
-            answers = [group.await_answer(rank, part) for rank, part in zip(others, parts, strict=True)]
+            answers = [group.await_answer(rank) for rank in others]
             under_way = []
-            for rank, call in zip(others, calls, strict=True):
-                under_way += group.order(rank, header_of(key, rows), call)
-            for rank, answer in zip(others, answers, strict=True):  # NCCL's operations run in this order
-                under_way += [group.receive(rank, tensor) for tensor in answer.after]
+            for rank, places in shared.items():
+                call = cut.call(key, tensors, rank)
+                under_way += group.order(rank, header_of(key, rows), call, places and places.call)
+            for rank, places in shared.items():  # NCCL's operations run in this order
+                parts.append(places.answer if places else empty(rows, shapes[rank].answer, group.device))
+                under_way += [] if places else [group.receive(rank, tensor) for tensor in parts[-1]]
         except RuntimeError as error:
             raise self._lose(self._reason(error)) from error
         try:
@@ -176,19 +179,22 @@ def work(group: ShardGroup, settings: ShardSettings) -> None:
     group.tell(0, {"layers": split.fingerprints})
     cut, parts = Cut(split.specs, group.count), split.parts
     del split  # and with it what is not mapped of the model
-    while (order := group.next_order())[0][0] != END:
-        key, rows = key_of(order[0])
-        tensors = tuple([empty(rows, columns, group.device) for columns in cut.shapes(key, group.rank).call])
-        group.take(order[1], tensors)
+    while (header := group.next_order())[0] != END:
+        key, rows = key_of(header)
+        shapes = cut.shapes(key, group.rank)
+        shared = group.shared(0, rows, shapes)
+        call = shared.call if shared else empty(rows, shapes.call, group.device)
+        if not shared:
+            for one in [group.receive(0, tensor) for tensor in call]:
+                group.finish(one)
         ok = True
         try:
-            results = run_parts(parts, key, tensors)
+            results = run_parts(parts, key, call)
         except Exception:  # the first shard answers the clients of this batch
             log.exception("a part of a batch of %d rows failed", rows)
             ok = False
-            answer = cut.shapes(key, group.rank).answer
-            results = tuple([empty(rows, columns, group.device).zero_() for columns in answer])
-        for one in group.answer(ok, results):
+            results = tuple([tensor.zero_() for tensor in empty(rows, shapes.answer, group.device)])
+        for one in group.answer(ok, results, shared and shared.answer):
             group.finish(one)
 
 
@@ -210,14 +216,17 @@ def _main() -> None:
     given = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_the_first, name="symbiosis-first", daemon=True).start()
     rank, count, folder, threads = (given.pop(name) for name in ("rank", "count", "folder", "threads"))
+    descriptor = given.pop("shared")
+    shared = {} if descriptor is None else {0: map_shared(descriptor)}
     settings = ShardSettings(**given)
     logging.disable(logging.WARNING)  # the first shard gives the same warnings
     transformers.utils.logging.disable_progress_bar()
     ignore_signals()
     torch.set_num_threads(threads)
     device = settings.device_of(rank)
+    store = dist.FileStore(str(Path(folder) / "store"), count)
     try:
-        work(ShardGroup(dist.FileStore(str(Path(folder) / "store"), count), rank, count, "127.0.0.1", device), settings)
+        work(ShardGroup(store, rank, count, "127.0.0.1", device, shared), settings)
     except RuntimeError as error:
         sys.exit(f"shard {rank} of {count} ends: {str(error).partition(chr(10))[0][:300]}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from pathlib import Path
@@ -175,6 +176,17 @@ def test_shards_end_with_the_first(tmp_path: Path) -> None:
         assert not psutil.wait_procs([shard], 10)[1]
 
 
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory is shared on Linux alone")
+async def test_rows_go_through_shared_memory(tmp_path: Path) -> None:
+    checkpoint, _ = saved(tmp_path)
+    before = set(psutil.Process().children())
+    async with symbiosis.Executor.from_pretrained(checkpoint, shards=2) as executor, executor.client() as client:
+        (shard,) = set(psutil.Process().children()) - before
+        await client.forward(input_ids=IDS)
+        (memory,) = [each for each in shard.memory_maps() if "symbiosis-shards" in each.path]
+        assert memory.rss > 0
+
+
 async def test_shards_end_when_the_executor_closes(tmp_path: Path) -> None:
     checkpoint, _ = saved(tmp_path)
     before, threads = set(psutil.Process().children()), torch.get_num_threads()
@@ -251,13 +263,15 @@ class Meeting:
     count, closed = 2, False
     processes: ClassVar[dict[int, Any]] = {}
 
-    def __init__(self, folder: Path, load: Any) -> None:
+    def __init__(self, folder: Path, load: Any, shared: torch.Tensor | None) -> None:
         self._folder, self._load = folder, load
+        self._shared = {} if shared is None else {0: shared, 1: shared}
         self.other = threading.Thread(target=self._work, daemon=True)
         self.other.start()
 
     def _group(self, rank: int) -> ShardGroup:
-        return ShardGroup(dist.FileStore(str(self._folder / "store"), 2), rank, 2, "127.0.0.1", torch.device("cpu"))
+        store = dist.FileStore(str(self._folder / "store"), 2)
+        return ShardGroup(store, rank, 2, "127.0.0.1", torch.device("cpu"), self._shared)
 
     def _work(self) -> None:
         work(self._group(1), self)  # type: ignore[arg-type]
@@ -286,10 +300,11 @@ class Meeting:
         self.other.join(10)
 
 
-@pytest.mark.parametrize("rows", [3, 3_000], ids=["in one message", "in messages of their own"])
-def test_a_batch_that_fails_at_one_shard_is_that_batch_alone(rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bytes_", [None, 1 << 10, 1 << 20], ids=["no shared memory", "too little", "enough"])
+def test_a_batch_that_fails_at_one_shard_is_that_batch_alone(bytes_: int | None, tmp_path: Path) -> None:
     _, load = saved(tmp_path)
-    launch = Meeting(tmp_path, load)
+    shared, rows = None if bytes_ is None else torch.zeros(bytes_, dtype=torch.uint8), 30
+    launch = Meeting(tmp_path, load, shared)
     split = SplitModel(load(), shard=(0, 2))
     shards = Shards(split, launch)  # type: ignore[arg-type]
     weight = load().model.layers[0].self_attn.q_proj.weight
@@ -299,6 +314,7 @@ def test_a_batch_that_fails_at_one_shard_is_that_batch_alone(rows: int, tmp_path
     for pass_, given, expected in ((Pass.FORWARD, x, x @ weight.T), (Pass.BACKWARD, dy, dy @ weight)):
         (found,) = shards.run(Key((0,), pass_), (given,))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert shared is None or shared.any() == (bytes_ == 1 << 20)  # matrices were there, or in messages
     shards.close()
     assert not launch.other.is_alive()
 
