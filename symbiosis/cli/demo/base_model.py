@@ -110,14 +110,14 @@ def fit(model: Any, batches: list[Batch], progress: Progress, bf16: bool) -> int
     """
     blocks = [tensor for tensor in model.model.layers.parameters() if tensor.ndim == 2]
     embeddings = list(model.model.embed_tokens.parameters())
-    rates = 4e-4, 6e-3
     optimizer = torch.optim.AdamW(
         [
-            {"params": blocks, "lr": rates[0], "weight_decay": 0.1},
-            {"params": embeddings, "lr": rates[1], "weight_decay": 0.0},
+            {"params": blocks, "lr": 4e-4, "weight_decay": 0.1},
+            {"params": embeddings, "lr": 6e-3, "weight_decay": 0.0},
         ],
         betas=(0.9, 0.95),
     )
+    rates = [group["lr"] for group in optimizer.param_groups]
     started = time.monotonic()
     for step, batch in enumerate(batches):
         done = max(step / len(batches), (time.monotonic() - started) / LIMIT_S)
