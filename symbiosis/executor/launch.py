@@ -22,7 +22,7 @@ from torch import distributed
 
 from symbiosis.errors import ShardLostError, SymbiosisError, UsageError
 from symbiosis.executor.loading import load_model
-from symbiosis.executor.shard_group import MEET_WITHIN_S, ShardGroup, make_shared, map_shared
+from symbiosis.executor.shard_group import MEET_WITHIN_S, ShardGroup, make_memory, map_memory
 from symbiosis.executor.splitting import SplitModel
 
 dist: Any = distributed  # its types leave the stores out
@@ -91,7 +91,7 @@ class Launch:
         self.count, self.settings = count, settings
         self.rank, self._local = 0, "127.0.0.1"
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._shared: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, torch.Tensor] = {}
         self.closed = False
         self._folder = ""
         self._own_threads = torch.get_num_threads()
@@ -106,14 +106,14 @@ class Launch:
         self._folder = tempfile.mkdtemp(prefix="symbiosis-")
         common = {"count": self.count, "folder": self._folder, "threads": threads}
         for rank in range(1, self.count):
-            shared = make_shared() if self.settings.device_of(rank).type == "cpu" else None
-            inherited = () if shared is None else (shared,)
+            memory = make_memory() if self.settings.device_of(rank).type == "cpu" else None
+            inherited = () if memory is None else (memory,)
             process = subprocess.Popen([sys.executable, "-m", PROGRAM], stdin=subprocess.PIPE, pass_fds=inherited)
             self.processes[rank] = process
-            if shared is not None:
-                self._shared[rank] = map_shared(shared)
+            if memory is not None:
+                self._memory[rank] = map_memory(memory)
             assert process.stdin is not None
-            given = {**asdict(self.settings), **common, "rank": rank, "shared": shared}
+            given = {**asdict(self.settings), **common, "rank": rank, "memory": memory}
             process.stdin.write(json.dumps(given).encode() + b"\n")
             process.stdin.flush()  # and stays open: when it ends, so does the process
 
@@ -140,7 +140,7 @@ class Launch:
 
         def wait() -> None:  # on a thread, because nothing can end it
             try:
-                group = ShardGroup(self._store(), self.rank, self.count, self._local, device, self._shared)
+                group = ShardGroup(self._store(), self.rank, self.count, self._local, device, self._memory)
                 then(group)
                 found.append(group)
             except Exception as error:  # noqa: BLE001 (raised below)

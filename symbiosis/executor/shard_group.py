@@ -37,16 +37,16 @@ _HEADER = 64
 MOST_LAYERS = 32
 """Layers that a header names."""
 _SHARED_BYTES = 64 << 20
-"""Memory that the first shard shares with another one: 2,048 rows of a layer of 4096 × 4096 in bf16, and its answer.
-Pages that were never written take no memory."""
+"""Size of the memory that the first shard shares with another one. Two shards need 24 MiB of it for 2,048 rows of a
+layer of 4096 × 4096 in bf16. Pages that were never written take no memory."""
 _ALIGNED = 64
 """Bytes: where matrices begin in this memory."""
 _FOREVER = timedelta(days=10_000)
 RUN, END = 1, 0
 
 
-class Matrices(NamedTuple):
-    """The matrices of a call and of its answer, in memory that two shards share."""
+class Places(NamedTuple):
+    """Where the matrices of a call and of its answer lie in memory that two shards share."""
 
     call: Results
     answer: Results
@@ -60,7 +60,7 @@ class ShardGroup:
         rank, count: this shard and the number of all.
         local: IP address of this shard, for gloo.
         device: where its tensors are.
-        shared: the memory that this process shares with other shards, by their ranks; see :func:`map_shared`.
+        memory: what this process shares with other shards, by their ranks; see :func:`map_memory`.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class ShardGroup:
         count: int,
         local: str,
         device: torch.device,
-        shared: Mapping[int, torch.Tensor] | None = None,
+        memory: Mapping[int, torch.Tensor],
     ) -> None:
         self.rank, self.count, self.device = rank, count, device
-        self._shared = shared or {}
+        self._memory = memory
         self._coming: tuple[torch.Tensor, Any] | None = None
         self._told = gloo(dist.PrefixStore("told", store), rank, count, local, MEET_WITHIN_S)
         cuda = device.type == "cuda"
@@ -93,10 +93,10 @@ class ShardGroup:
         self._told.recv([data], rank, 0).wait(timedelta(seconds=WITHIN_S))
         return json.loads(bytes(data.numpy()))
 
-    def shared(self, rank: int, rows: int, shapes: Expected) -> Matrices | None:
-        """Return where the matrices of a call and of its answer lie in the memory shared with a shard; None if they do
-        not fit, or no memory is shared."""
-        memory = self._shared.get(rank)
+    def places(self, rank: int, rows: int, shapes: Expected) -> Places | None:
+        """Return where the matrices of a call and of its answer lie in the memory shared with a shard. Return None if
+        they do not fit, or no memory is shared: then they are messages."""
+        memory = self._memory.get(rank)
         if memory is None:
             return None
         found, start = [], 0
@@ -107,27 +107,20 @@ class ShardGroup:
             found.append(memory[start:end].view(dtype).view(rows, width))
             start = -(-end // _ALIGNED) * _ALIGNED
         calls = len(shapes.call)
-        return Matrices(tuple(found[:calls]), tuple(found[calls:]))
+        return Places(tuple(found[:calls]), tuple(found[calls:]))
 
-    def order(
-        self, rank: int, header: Sequence[int], tensors: Results = (), shared: Results | None = None
-    ) -> list[Any]:
-        """Begin to send a header and the matrices of a call, which go to ``shared``, or in messages if that is None.
+    def order(self, rank: int, header: Sequence[int], messages: Results = ()) -> list[Any]:
+        """Begin to send a header, and matrices of its call as messages. Return what to :meth:`finish`."""
+        return self._send(rank, _TOLD, header, messages)
+
+    def answer(self, ok: bool, messages: Results) -> list[Any]:
+        """Begin to send the first shard whether this one has computed its part, and matrices of the answer as messages.
         Return what to :meth:`finish`."""
-        return self._send(rank, _TOLD, header, tensors, shared)
+        return self._send(0, _ANSWER, [ok], messages)
 
-    def answer(self, ok: bool, tensors: Results, shared: Results | None) -> list[Any]:
-        """Begin to send the first shard whether this one has computed its part, and the matrices, as :meth:`order`.
-        Return what to :meth:`finish`."""
-        return self._send(0, _ANSWER, [ok], tensors, shared)
-
-    def _send(self, rank: int, tag: int, numbers: Sequence[int], tensors: Results, shared: Results | None) -> list[Any]:
-        if shared is not None:
-            for place, tensor in zip(shared, tensors, strict=True):
-                place.copy_(tensor)
-            tensors = ()
+    def _send(self, rank: int, tag: int, numbers: Sequence[int], messages: Results) -> list[Any]:
         sent = [self._told.send([torch.tensor(numbers, dtype=torch.int64)], rank, tag)]
-        return sent + [self._rows.send([tensor.contiguous()], rank, _ROWS) for tensor in tensors]
+        return sent + [self._rows.send([message], rank, _ROWS) for message in messages]
 
     def _await(self, rank: int, tag: int, numbers: int) -> tuple[torch.Tensor, Any]:
         message = torch.empty(numbers, dtype=torch.int64)
@@ -172,7 +165,7 @@ class Answer:
         return bool(self.message.item())
 
 
-def make_shared() -> int | None:
+def make_memory() -> int | None:
     """Return the descriptor of memory for two shards to map; None on systems without memfd."""
     if not hasattr(os, "memfd_create"):
         return None
@@ -181,11 +174,21 @@ def make_shared() -> int | None:
     return descriptor
 
 
-def map_shared(descriptor: int) -> torch.Tensor:
-    """Return this memory as bytes. The descriptor is closed."""
+def map_memory(descriptor: int) -> torch.Tensor:
+    """Return this memory as bytes, and close the descriptor."""
     memory = mmap.mmap(descriptor, _SHARED_BYTES)
     os.close(descriptor)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def messages_of(tensors: Results, places: Results | None) -> Results:
+    """Copy matrices to their places in shared memory, and return no message. Without places, return the matrices, each
+    contiguous, as messages."""
+    if places is None:
+        return tuple([tensor.contiguous() for tensor in tensors])
+    for place, tensor in zip(places, tensors, strict=True):
+        place.copy_(tensor)
+    return ()
 
 
 def header_of(key: Key, rows: int) -> list[int]:

@@ -3,7 +3,8 @@
 The first shard has the event loop, the scheduler and the clients. For each batch it tells the others the key and the
 number of rows, sends them the rows, computes its own part meanwhile, and puts the results together
 (:mod:`symbiosis.executor.parts`). The others execute these orders in sequence, so no collective operation can meet
-another one. Matrices travel by gloo between CPUs and by NCCL between GPUs; orders and answers always travel by gloo.
+another one. Orders and answers travel by gloo. Matrices lie in memory that two shards share, or travel by gloo between
+CPUs and by NCCL between GPUs.
 
 The first shard starts the others as processes, or finds itself among processes that ``torchrun`` has started.
 """
@@ -30,7 +31,16 @@ from symbiosis.errors import ShardLostError, SplitError
 from symbiosis.executor.launch import Launch, ShardSettings, dist, ended
 from symbiosis.executor.layers import BaseLayer
 from symbiosis.executor.parts import Cut
-from symbiosis.executor.shard_group import END, MOST_LAYERS, ShardGroup, empty, header_of, key_of, map_shared
+from symbiosis.executor.shard_group import (
+    END,
+    MOST_LAYERS,
+    ShardGroup,
+    empty,
+    header_of,
+    key_of,
+    map_memory,
+    messages_of,
+)
 from symbiosis.executor.splitting import SplitModel
 
 log = logging.getLogger(__name__)
@@ -80,19 +90,20 @@ class Shards:
     def _run(self, key: Key, tensors: Results) -> Results:
         group, cut, rows = self._group, self._cut, len(tensors[0])
         others = range(1, group.count)
-        shapes = {rank: cut.shapes(key, rank) for rank in others}
-        shared = {rank: group.shared(rank, rows, shapes[rank]) for rank in others}
+        messages, parts, to_receive = [], [], []
+        for rank in others:  # memory that is lacking here fails this batch alone
+            shapes = cut.shapes(key, rank)
+            places = group.places(rank, rows, shapes)
+            messages.append(messages_of(cut.call(key, tensors, rank), places and places.call))
+            parts.append(places.answer if places else empty(rows, shapes.answer, group.device))
+            to_receive += [] if places else [(rank, tensor) for tensor in parts[-1]]
         own: Results | Exception
-        parts: list[Results] = []
         try:
             answers = [group.await_answer(rank) for rank in others]
             under_way = []
-            for rank, places in shared.items():
-                call = cut.call(key, tensors, rank)
-                under_way += group.order(rank, header_of(key, rows), call, places and places.call)
-            for rank, places in shared.items():  # NCCL's operations run in this order
-                parts.append(places.answer if places else empty(rows, shapes[rank].answer, group.device))
-                under_way += [] if places else [group.receive(rank, tensor) for tensor in parts[-1]]
+            for rank, call in zip(others, messages, strict=True):
+                under_way += group.order(rank, header_of(key, rows), call)
+            under_way += [group.receive(*one) for one in to_receive]  # NCCL's operations run in this order
         except RuntimeError as error:
             raise self._lose(self._reason(error)) from error
         try:
@@ -182,9 +193,9 @@ def work(group: ShardGroup, settings: ShardSettings) -> None:
     while (header := group.next_order())[0] != END:
         key, rows = key_of(header)
         shapes = cut.shapes(key, group.rank)
-        shared = group.shared(0, rows, shapes)
-        call = shared.call if shared else empty(rows, shapes.call, group.device)
-        if not shared:
+        places = group.places(0, rows, shapes)
+        call = places.call if places else empty(rows, shapes.call, group.device)
+        if not places:
             for one in [group.receive(0, tensor) for tensor in call]:
                 group.finish(one)
         ok = True
@@ -194,7 +205,7 @@ def work(group: ShardGroup, settings: ShardSettings) -> None:
             log.exception("a part of a batch of %d rows failed", rows)
             ok = False
             results = tuple([tensor.zero_() for tensor in empty(rows, shapes.answer, group.device)])
-        for one in group.answer(ok, results, shared and shared.answer):
+        for one in group.answer(ok, messages_of(results, places and places.answer)):
             group.finish(one)
 
 
@@ -216,8 +227,8 @@ def _main() -> None:
     given = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_the_first, name="symbiosis-first", daemon=True).start()
     rank, count, folder, threads = (given.pop(name) for name in ("rank", "count", "folder", "threads"))
-    descriptor = given.pop("shared")
-    shared = {} if descriptor is None else {0: map_shared(descriptor)}
+    descriptor = given.pop("memory")
+    memory = {} if descriptor is None else {0: map_memory(descriptor)}
     settings = ShardSettings(**given)
     logging.disable(logging.WARNING)  # the first shard gives the same warnings
     transformers.utils.logging.disable_progress_bar()
@@ -226,7 +237,7 @@ def _main() -> None:
     device = settings.device_of(rank)
     store = dist.FileStore(str(Path(folder) / "store"), count)
     try:
-        work(ShardGroup(store, rank, count, "127.0.0.1", device, shared), settings)
+        work(ShardGroup(store, rank, count, "127.0.0.1", device, memory), settings)
     except RuntimeError as error:
         sys.exit(f"shard {rank} of {count} ends: {str(error).partition(chr(10))[0][:300]}")
 

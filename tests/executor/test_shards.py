@@ -21,6 +21,7 @@ from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import ShardLostError, SplitError, UsageError
 from symbiosis.executor.launch import Launch, ShardSettings
+from symbiosis.executor.parts import Cut
 from symbiosis.executor.shard_group import ShardGroup
 from symbiosis.executor.shards import Shards, work
 from symbiosis.executor.splitting import SplitModel
@@ -265,13 +266,13 @@ class Meeting:
 
     def __init__(self, folder: Path, load: Any, shared: torch.Tensor | None) -> None:
         self._folder, self._load = folder, load
-        self._shared = {} if shared is None else {0: shared, 1: shared}
+        self._memory = {} if shared is None else {0: shared, 1: shared}
         self.other = threading.Thread(target=self._work, daemon=True)
         self.other.start()
 
     def _group(self, rank: int) -> ShardGroup:
         store = dist.FileStore(str(self._folder / "store"), 2)
-        return ShardGroup(store, rank, 2, "127.0.0.1", torch.device("cpu"), self._shared)
+        return ShardGroup(store, rank, 2, "127.0.0.1", torch.device("cpu"), self._memory)
 
     def _work(self) -> None:
         work(self._group(1), self)  # type: ignore[arg-type]
@@ -300,8 +301,14 @@ class Meeting:
         self.other.join(10)
 
 
+def no_memory(*args: object) -> Any:
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
 @pytest.mark.parametrize("bytes_", [None, 1 << 10, 1 << 20], ids=["no shared memory", "too little", "enough"])
-def test_a_batch_that_fails_at_one_shard_is_that_batch_alone(bytes_: int | None, tmp_path: Path) -> None:
+def test_a_batch_that_fails_at_one_shard_is_that_batch_alone(
+    bytes_: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, load = saved(tmp_path)
     shared, rows = None if bytes_ is None else torch.zeros(bytes_, dtype=torch.uint8), 30
     launch = Meeting(tmp_path, load, shared)
@@ -311,6 +318,11 @@ def test_a_batch_that_fails_at_one_shard_is_that_batch_alone(bytes_: int | None,
     x, dy = torch.randn(rows, weight.shape[1]), torch.randn(rows, weight.shape[0])
     with pytest.raises(RuntimeError, match="shard 1 of 2 did not compute its part"):
         shards.run(Key((0,), Pass.FORWARD), (x,))
+    with monkeypatch.context() as lacking:
+        lacking.setattr(Cut, "call", no_memory)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            shards.run(Key((0,), Pass.FORWARD), (x,))
+    assert shards.error is None
     for pass_, given, expected in ((Pass.FORWARD, x, x @ weight.T), (Pass.BACKWARD, dy, dy @ weight)):
         (found,) = shards.run(Key((0,), pass_), (given,))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
