@@ -154,6 +154,8 @@ def finetune(
         if resume:
             check_same(output, kept)
         trainer_module = _trainer_module()
+        tested = others is not None or held_out is not None
+        arguments = trainer_module.training_arguments(output, tested, _arguments(context.params))
 
         from symbiosis import open_model
         from symbiosis.cli.data import tokenize
@@ -177,7 +179,7 @@ def finetune(
                 *(base, config, tokenizer, examples, test, output, checkpoint, window, seed),
                 option=option,
                 patience=patience,
-                arguments=_arguments(context.params),
+                arguments=arguments,
             )
             with replaced(output, earlier):
                 write_json(output / OPTIONS_FILE, kept)

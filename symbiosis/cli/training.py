@@ -18,7 +18,16 @@ import torch
 from peft import get_peft_model
 from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from torch.optim import AdamW
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+    get_scheduler,
+)
+from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
@@ -53,7 +62,7 @@ class Training:
         seed: seed of the adapter's initialisation.
         option: the option that chose the PEFT method, for errors.
         patience: number of evaluations without a better one after which training ends, or None.
-        arguments: arguments of transformers' ``TrainingArguments``.
+        arguments: what :func:`training_arguments` has returned.
     """
 
     def __init__(
@@ -70,7 +79,7 @@ class Training:
         *,
         option: str,
         patience: int | None,
-        arguments: dict[str, Any],
+        arguments: TrainingArguments,
     ) -> None:
         logging.set_verbosity_error()
         self._output = output
@@ -87,24 +96,16 @@ class Training:
         self._watch = _Watch(output)
         pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
         callbacks = [self._watch, *([] if patience is None else [EarlyStoppingCallback(patience)])]
-        try:
-            self._trainer = _Trainer(
-                window,
-                train.format,
-                model=model,
-                args=_arguments(output, test is not None, arguments),
-                train_dataset=train.examples,
-                eval_dataset=None if test is None else test.examples,
-                data_collator=partial(_padded, pad),
-                callbacks=callbacks,
-            )
-            self._trainer.create_optimizer()
-            self._trainer.create_scheduler(1)
-            self._trainer.optimizer = self._trainer.lr_scheduler = None  # train() makes its own
-        except (ImportError, RuntimeError, TypeError, ValueError) as error:  # an unknown schedule, a missing logger
-            raise UsageError(
-                f"transformers refuses the training options (--schedule, --log-to, …): {' '.join(str(error).split())}"
-            ) from error
+        self._trainer = _Trainer(
+            window,
+            train.format,
+            model=model,
+            args=arguments,
+            train_dataset=train.examples,
+            eval_dataset=None if test is None else test.examples,
+            data_collator=partial(_padded, pad),
+            callbacks=callbacks,
+        )
         self._trainer.remove_callback(PrinterCallback)
 
     def train(self) -> int:
@@ -249,6 +250,29 @@ def _check_targets(base: Any, config: Any, option: str) -> None:
         wrong = sorted(one for one in targets if not any(f".{name}".endswith(f".{one}") for name in names))
         if wrong:
             raise UsageError(f"{option}: the model has no module called {' or '.join(wrong)}")
+
+
+def training_arguments(output: Path, tested: bool, options: dict[str, Any]) -> TrainingArguments:
+    """Return the arguments of a run.
+
+    Args:
+        output: folder of adapter, checkpoints and log.
+        tested: whether there is validation data.
+        options: arguments of transformers' ``TrainingArguments``.
+
+    Raises:
+        UsageError: transformers lacks the schedule or a logger, or the schedule needs more than its name.
+    """
+    option = f"--schedule {options['lr_scheduler_type']}"
+    try:
+        arguments = _arguments(output, tested, options)
+        get_scheduler(arguments.lr_scheduler_type, AdamW([torch.zeros(1)]), num_warmup_steps=0, num_training_steps=1)
+        option = "--log-to"
+        for logger in get_reporting_integration_callbacks(arguments.report_to):
+            logger()  # raises if a package that it needs is not installed
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"{option}: {' '.join(str(error).split())}") from error
+    return arguments
 
 
 def _arguments(output: Path, tested: bool, options: dict[str, Any]) -> TrainingArguments:

@@ -96,8 +96,8 @@ def test_results_go_through_a_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (("--schedule", "cosine_with_min_lr"), "transformers refuses the training options"),
-        (("--schedule", "warmup_stable_decay"), "transformers refuses the training options"),
+        (("--schedule", "cosine_with_min_lr"), "--schedule cosine_with_min_lr: One of min_lr"),
+        (("--schedule", "warmup_stable_decay"), "--schedule warmup_stable_decay: "),
         (("--learning-rate", "inf"), "--learning-rate is inf; give a finite number"),
         (("--epochs", "inf"), "--epochs is inf; give a finite number"),
     ],
