@@ -244,7 +244,8 @@ def placement(
     tenants: Annotated[int, typer.Option(min=1, help="Number of tenants.")] = 4,
     json: JsonOption = None,
 ) -> None:
-    """Measure tenants of one executor, of two with a half of the layers each, of two replicas and of two shards."""
+    """Measure tenants of one executor, of two with a half of the layers each, of two replicas and of two shards, and
+    plain jobs on transformers' own tensor parallelism."""
     wait_passively()
     _on_model("placement", json, preset, rounds, policy, base_layers, "cpu", transport=transport.value, tenants=tenants)
 

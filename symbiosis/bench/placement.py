@@ -1,11 +1,11 @@
-"""One executor, parts of a model on two executors, replicas, and an executor of two shards, each in processes of its
-own."""
+"""One executor, parts of a model on two executors, replicas, an executor of two shards, and transformers' own tensor
+parallelism, each in processes of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,14 +18,18 @@ from symbiosis.bench.placed import CostMeter, MachineCosts
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.service import RECORDED, ServingProcess, TenantProcess, served, tenant_processes
 from symbiosis.bench.settings import Settings
+from symbiosis.bench.tensor_parallel import TensorParallel, tensor_parallel
 
 MiB = 1 << 20
-MODELS = 5
-"""Whole models in memory: of the executor whose costs are measured, of both replicas, of both halves, and of shards."""
+MODELS = 6
+"""Whole models in memory: of the executor whose costs are measured, of both replicas, of both halves, of shards, and of
+tensor parallelism."""
 COSTS = "costs"
 ONE = "one executor"
 PARTS = "a half of the layers on each of 2"
 APART = "2 replicas, half of the tenants on each"
+SHARDS = "2 shards"
+PEER = "tensor parallelism of transformers"
 
 
 class Figures(NamedTuple):
@@ -50,8 +54,7 @@ class MeasuredPlacement:
     def memory(self) -> str:
         """Return the memory of each executor's processes alone, in MiB."""
         first = [psutil.Process(each.pid) for each in self.executors]
-        processes = [process for each in first for process in (each, *each.children())]
-        return " + ".join(f"{process.memory_full_info().uss / MiB:,.0f}" for process in processes)
+        return _memory([process for each in first for process in (each, *each.children())])
 
     async def measure(self, settings: Settings) -> Figures:
         """Have all tenants decode, and then train, at once."""
@@ -65,10 +68,30 @@ class MeasuredPlacement:
         return Figures(decoded, time.perf_counter() - start, bytes_)
 
 
+@dataclass
+class JobsInTurn:
+    """A plain job for each tenant, one after another, on tensor parallelism."""
+
+    peer: TensorParallel
+    count: int
+
+    def memory(self) -> str:
+        """Return the memory of each process alone, in MiB."""
+        return _memory(map(psutil.Process, self.peer.pids))
+
+    async def measure(self, settings: Settings) -> Figures:
+        """Decode for all tenants, and then train for all of them."""
+        sent = _loopback()
+        decoded = sum([await self.peer.decode() for _ in range(self.count)])
+        bytes_ = _loopback() - sent
+        steps = self.count * settings.preset.train_steps
+        return Figures(decoded, sum([await self.peer.train() for _ in range(steps)]), bytes_)
+
+
 async def placement(settings: Settings, *, transport: str, tenants: int) -> Report:
     """Measure tenants in processes of their own that decode, and train, at once: with one executor, with one half of
     the layers on each of two, with two replicas, where they choose by load and where half of them use each, and with
-    one executor of two shards.
+    one executor of two shards. Their peers are plain PEFT jobs in turn, whose base model is divided by transformers.
 
     All processes share this machine's cores, so a second executor adds none. What is measured is what a placement
     costs, and what sharing batches gains.
@@ -96,16 +119,18 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
         one, other = started(), started()
         parts = [started(f"0-{half - 1}"), started(f"{half}-{preset.layers - 1},lm_head")]
         executors = {ONE: [one], PARTS: parts, "2 replicas": [one, other], APART: [one, other]}
-        executors |= {"2 shards": [started(shards=2)], COSTS: [recorded]}
+        executors |= {SHARDS: [started(shards=2)], COSTS: [recorded]}
         lists = [
             [",".join(each.address for each in _order(name, found, tenant)) for name, found in executors.items()]
             for tenant in range(tenants)
         ]
         processes = await stack.enter_async_context(tenant_processes(preset.name, lists))
-        placements = {
+        peer = await stack.enter_async_context(tensor_parallel(preset.name))
+        measured_ones = {
             name: MeasuredPlacement(found, processes, number) for number, (name, found) in enumerate(executors.items())
         }
-        costs = placements.pop(COSTS)
+        costs = measured_ones.pop(COSTS)
+        placements: dict[str, MeasuredPlacement | JobsInTurn] = {**measured_ones, PEER: JobsInTurn(peer, tenants)}
         jobs: dict[str, Callable[[], Awaitable[Any]]] = {COSTS: partial(meter.measure, processes, costs.number)}
         jobs |= {name: partial(each.measure, settings) for name, each in placements.items()}
         results = await settings.interleaved(f"{tenants} tenants", jobs)
@@ -115,15 +140,18 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
             APART: ([whole, whole], [[number % 2] for number in range(tenants)]),
         }
         predicted = {name: [each.predicted(settings, *layout) for each in measured] for name, layout in layouts.items()}
-        _fill(report, settings, placements, results, predicted)
+        _fill(report, settings, tenants, placements, results, predicted)
     report.notes.append(
-        "Headlines are speeds over one executor, and simulated speeds over measured ones. The simulation knows the "
+        "Headlines are speeds over one executor, that of shards over tensor parallelism, and simulated speeds over "
+        "measured ones. The simulation knows the "
         "costs and the time of one more executor, measured in the same round, with one tenant and with all of them; it "
         "covers neither shards nor tenants that choose a replica by load. Placements that use the same executor take "
         f"turns on it, so its memory includes connections of all of them. {tenants} tenants, each a process with its "
         f"own LoRA (r8, qkvo), decode {preset.decode_steps} tokens after a prompt of {preset.prompt} (not timed), and "
         f"train on {preset.batch} × {preset.sequence}, {preset.train_steps} steps; medians of {settings.rounds} "
         f"rounds; policy {settings.policy}, base layers {settings.base_layers!r}, {transport}://, all on this machine. "
+        'Tensor parallelism is tp_plan="auto" in 2 processes with gloo; its plain PEFT jobs run in turn, with a LoRA '
+        "on q and v, because PEFT's LoRA on o fails there. "
         "Bytes are those of the loopback interface, in both directions. A process without a model takes some "
         f"350 MiB. Weights are {'' if packed else 'not '}packed{'' if packed else ': memory is too small'}."
     )
@@ -133,12 +161,14 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
 def _fill(
     report: Report,
     settings: Settings,
-    placements: Mapping[str, MeasuredPlacement],
+    tenants: int,
+    placements: Mapping[str, MeasuredPlacement | JobsInTurn],
     results: Mapping[str, Sequence[Figures]],
     predicted: Mapping[str, Sequence[tuple[float, float]]],
 ) -> None:
-    """Add a row for each placement, its speeds over one executor, and the simulated speeds over the measured ones."""
-    preset, tenants = settings.preset, len(placements[ONE].tenants)
+    """Add a row for each placement, its speeds over one executor, that of shards over tensor parallelism, and the
+    simulated speeds over the measured ones."""
+    preset = settings.preset
     simulated: dict[str, float] = {}
     tokens, trained = tenants * preset.decode_steps, tenants * preset.train_steps * preset.batch * preset.sequence
     for name, found in results.items():
@@ -158,6 +188,9 @@ def _fill(
             speedup = ratio([each[number] for each in results[ONE]], [each[number] for each in found])
             if name != ONE:
                 report.headline[f"{figure}: {name}"] = speedup
+            if name == SHARDS:
+                seconds_in_turn = [each[number] for each in results[PEER]]
+                report.headline[f"{figure}: {name} / tensor parallelism"] = ratio(seconds_in_turn, measured)
             if name in predicted:
                 expected = [each[number] for each in predicted[name]]
                 simulated[f"{figure}, simulated / measured: {name}"] = ratio(measured, expected)
@@ -175,6 +208,10 @@ def _simulated(seconds: Sequence[tuple[float, float]], tokens: int, trained: int
 def _order(name: str, executors: Sequence[ServingProcess], tenant: int) -> Sequence[ServingProcess]:
     """Return the executors in the order in which a tenant names them: it begins at the first one."""
     return executors[::-1] if name == APART and tenant % 2 else executors
+
+
+def _memory(processes: Iterable[psutil.Process]) -> str:
+    return " + ".join(f"{process.memory_full_info().uss / MiB:,.0f}" for process in processes)
 
 
 def _loopback() -> int:

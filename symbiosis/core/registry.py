@@ -54,6 +54,9 @@ _BUILT_IN = {
 LISTS = ("file://", "http://", "https://")
 """Prefixes of addresses where a list of executors' addresses is: in a file, or in a server's answer to GET."""
 
+_SEVERAL = "symbiosis.transports.replicas:Replicas"
+"""The transport for several addresses of one model."""
+
 _WHAT = {POLICIES: "policy", TRANSPORTS: "transport", PRIVACY: "privacy scheme"}
 
 
@@ -66,11 +69,15 @@ def names(group: str) -> list[str]:
     return [*_BUILT_IN[group], *sorted(set(_installed(group)) - set(_BUILT_IN[group]))]
 
 
+def _built_in(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def _load(group: str, name: str) -> Any:
     what = _WHAT[group]
     if name in _BUILT_IN[group]:
-        module, _, attribute = _BUILT_IN[group][name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return _built_in(_BUILT_IN[group][name])
     entry = _installed(group).get(name)
     if entry is None:
         raise UnknownNameError(
@@ -215,7 +222,7 @@ def make_transport(address: str, **options: Any) -> Transport:
     if unknown:
         raise UsageError(f"{address.partition('://')[0]}:// has no option {', '.join(sorted(unknown))}")
     if is_several(address):
-        return cast(Transport, importlib.import_module("symbiosis.transports.replicas").Replicas(address, **given))
+        return cast(Transport, _built_in(_SEVERAL)(address, **given))
     return cast(Transport, _load(TRANSPORTS, address.partition("://")[0])(**given))
 
 

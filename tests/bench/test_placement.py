@@ -50,12 +50,14 @@ def test_command(tmp_path: Path) -> None:
         "2 replicas",
         "2 replicas, half of the tenants on each",
         "2 shards",
+        "tensor parallelism of transformers",
     ]
     assert all(row["decoded tok/s"] > 0 and row["bytes a token"] > 1000 for row in found["rows"])
-    assert [row["MiB of each executor"].count("+") for row in found["rows"]] == [0, 1, 1, 1, 1]
+    assert [row["MiB of each executor"].count("+") for row in found["rows"]] == [0, 1, 1, 1, 1, 1]
     names = [row["placement"] for row in found["rows"]]
     assert set(found["headline"]) == {
         *(f"{figure}: {name}" for name in names[1:] for figure in ("decode", "train")),
+        *(f"{figure}: 2 shards / tensor parallelism" for figure in ("decode", "train")),
         *(f"{figure}, simulated / measured: {name}" for name in (names[1], names[3]) for figure in ("decode", "train")),
     }
     assert all(0.2 < ratio < 5 for ratio in found["headline"].values()), "with one tenant all placements are alike"
