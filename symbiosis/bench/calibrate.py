@@ -184,10 +184,10 @@ class Calibration:
             batch,
             lambda kind, rows: thinking[kind](rows),
             overhead_s,
+            f"{self._settings.preset.name}, measured here",
             local=True,
             joint=True,
             last=recorder.alone,
-            text=f"{self._settings.preset.name}, measured here",
         )
 
 

@@ -205,9 +205,8 @@ def summary(rows: Sequence[GridResult]) -> Table:
 
 
 def means(rows: Sequence[GridResult]) -> dict[str, dict[str, Any]]:
-    """Return by policy: mean SLO attainment, mean distance from what seems possible, mean part of the
-    fine-tuning that does, and
-    the number of loads on which it does as well as the best other policy in both."""
+    """Return by policy: its mean SLO attainment; how far that is below the bound; its fine-tuning, as a part of the
+    bound's; and the number of loads on which it holds (:meth:`GridResult.holds`)."""
     found: dict[str, dict[str, Any]] = {}
     for policy in rows[0].outcomes:
         tuned = [

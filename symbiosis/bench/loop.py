@@ -21,7 +21,7 @@ async def loop(settings: Settings, *, transport: str) -> Report:
     The executor and each of two tenants have a process of their own. One tenant runs prompts, the other one trains: by
     themselves, and at the same time.
     """
-    preset, policy = settings.preset, settings.policy or "opportunistic"
+    preset, policy = settings.preset, settings.policy
     report = Report("loop", preset.name, GOALS, transport=transport)
     settings.progress("starting an executor and two tenants")
     with served(preset.name, transport, policy, settings.base_layers) as service:

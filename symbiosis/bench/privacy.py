@@ -32,7 +32,7 @@ async def privacy(settings: Settings) -> Report:
     """
     preset, rounds = settings.preset, settings.rounds
     report = Report("privacy", preset.name, GOALS)
-    policy = settings.policy or "opportunistic"
+    policy = settings.policy
     async with AsyncExitStack() as stack:
         settings.progress("starting two executors")
         services = [stack.enter_context(served(preset.name, "tcp", policy, settings.base_layers)) for _ in range(2)]

@@ -155,7 +155,7 @@ def finetune(
             check_same(output, kept)
         trainer_module = _trainer_module()
         tested = others is not None or held_out is not None
-        arguments = trainer_module.training_arguments(output, tested, _arguments(context.params))
+        arguments = trainer_module.training_arguments(output, tested, _trainer_options(context.params))
 
         from symbiosis import open_model
         from symbiosis.cli.data import tokenize
@@ -189,7 +189,7 @@ def finetune(
         raise typer.Exit(128 + stopped)
 
 
-def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+def _trainer_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of transformers' ``TrainingArguments``, by their names, from the options of the command."""
     schedule = options["schedule"]
     return {

@@ -30,9 +30,9 @@ def new(
 
     Example: symbiosis keys new alice --keys keys/
     """
-    from symbiosis.transports.keys import SERVER, check_name, new_key
+    from symbiosis.transports.keys import SERVER, check_key_name, new_key
 
-    check_name(name)
+    check_key_name(name)
     target = secret or Path(f"{name}.secret")
     if target.exists():
         raise UsageError(f"{target} exists; remove it to replace the key, or give another --secret")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from symbiosis.core.registry import POLICIES, make_policy, names
+from symbiosis.core.registry import POLICIES, find, names
+from symbiosis.errors import UnknownNameError
 from symbiosis.terminal.console import console
 
 
@@ -19,10 +19,9 @@ def policies() -> None:
     table = Table(box=box.SIMPLE_HEAD, title="batching policies", title_justify="left")
     for heading in ("name", "class", "options and their defaults", "what it does"):
         table.add_column(heading, overflow="fold")
-    installed = {entry.name: entry for entry in entry_points(group=POLICIES)}
     around = []
     for name in names(POLICIES):
-        cells, wraps = _described(name, installed.get(name))
+        cells, wraps = _described(name)
         table.add_row(*map(escape, (name, *cells)))
         around += [name] if wraps else []
     out = console()
@@ -41,13 +40,13 @@ def _shown(name: str, default: object) -> str:
     return f"{name}={default}"
 
 
-def _described(name: str, entry: EntryPoint | None) -> tuple[tuple[str, str, str], bool]:
+def _described(name: str) -> tuple[tuple[str, str, str], bool]:
     """Return class, options and description of a policy, and whether it wraps another one."""
-    origin = "" if entry is None else f" (installed: {entry.value})"
     try:
-        cls = entry.load() if entry is not None else type(make_policy(name))
-    except Exception as error:  # noqa: BLE001 - another package may raise anything when it is imported
-        return (f"cannot be loaded{origin}", "", str(error)), False
+        cls, package = find(POLICIES, name)
+    except UnknownNameError as error:
+        return ("cannot be loaded", "", str(error)), False
+    origin = f" (installed: {package})" if package else ""
     known = dict(inspect.signature(cls).parameters)
     wraps = known.pop("policy", None) is not None  # not written as an option
     options = ", ".join(

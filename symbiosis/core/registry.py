@@ -74,10 +74,16 @@ def _built_in(path: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _load(group: str, name: str) -> Any:
+def find(group: str, name: str) -> tuple[Any, str]:
+    """Return what has a name, and from where another package has it, such as ``my_package:ShortestFirst``; empty text
+    if it is built in.
+
+    Raises:
+        UnknownNameError: nothing has this name, or it cannot be loaded.
+    """
     what = _WHAT[group]
     if name in _BUILT_IN[group]:
-        return _built_in(_BUILT_IN[group][name])
+        return _built_in(_BUILT_IN[group][name]), ""
     entry = _installed(group).get(name)
     if entry is None:
         raise UnknownNameError(
@@ -85,9 +91,13 @@ def _load(group: str, name: str) -> Any:
             f"(a package can add one with the entry point group {group!r})"
         )
     try:
-        return entry.load()
+        return entry.load(), entry.value
     except Exception as error:
         raise UnknownNameError(f"{what} {name!r} is installed, but {entry.value} cannot be loaded: {error}") from error
+
+
+def _load(group: str, name: str) -> Any:
+    return find(group, name)[0]
 
 
 def make_policy(spec: str | Policy) -> Policy:

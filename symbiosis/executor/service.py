@@ -19,7 +19,7 @@ from symbiosis.core.budget import Budget
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import LayerSpec, expected
 from symbiosis.core.share import Resident, Share, fingerprint_of
-from symbiosis.core.terms import JOINT, NO_TERMS, Terms
+from symbiosis.core.terms import JOINT, NO_TERMS, Terms, tenant_of
 from symbiosis.core.transport import Identity, Listener, Session
 from symbiosis.errors import ExecutorClosedError, RefusedError, ShareError, SymbiosisError, UsageError
 from symbiosis.executor.activity import activity_of, layers_text
@@ -184,7 +184,7 @@ class ExecutorService:
         return {name for tenants in self._reserved for name in tenants()}
 
     def check_name(self, client: str) -> None:
-        tenant = client.partition("/")[0]
+        tenant = tenant_of(client)
         if client == JOINT:
             raise RefusedError(f"the name {client!r} is the executor's own; choose another one")
         if any(tenant in tenants() for tenants in self._reserved):
@@ -259,7 +259,7 @@ class ExecutorService:
             "uptime_s": round(now() - (self._started or now()), 3),
             **{name: getattr(counters, name) for name in ("requests", "batches", "rows")},
             "mean_batch": counters.members / counters.batches if counters.batches else 0.0,
-            "run_s": counters.run_s,
+            "run_s": counters.run_times.seconds,
             "load": round(counters.load.at(now()), 3),
             "activity": self._present_activity(),
         }

@@ -32,7 +32,7 @@ the others wait. A shard that has ended is noticed at once."""
 _TOLD, _ROWS, _ANSWER = range(3)
 """Tags of orders and what is told at the start, of matrices, and of answers. NCCL knows no tags, and has a group for
 matrices alone."""
-_HEADER = 64
+HEADER = 64
 """Numbers of a header."""
 MOST_LAYERS = 32
 """Layers that a header names."""
@@ -131,9 +131,9 @@ class ShardGroup:
 
         gloo sends nothing before the other side receives, so the one after it is awaited from now on.
         """
-        message, coming = self._coming or self._await(0, _TOLD, _HEADER)
+        message, coming = self._coming or self._await(0, _TOLD, HEADER)
         coming.wait(_FOREVER)
-        self._coming = self._await(0, _TOLD, _HEADER)
+        self._coming = self._await(0, _TOLD, HEADER)
         return message.tolist()
 
     def await_answer(self, rank: int) -> Answer:
@@ -192,10 +192,10 @@ def messages_of(tensors: Results, places: Results | None) -> Results:
 
 
 def header_of(key: Key, rows: int) -> list[int]:
-    """Return 64 numbers that tell a shard what to run."""
+    """Return HEADER numbers that tell a shard what to run."""
     layers, pass_, fp32, choices = key
     numbers = [RUN, pass_, fp32, choices, rows, len(layers), *layers]
-    return numbers + [0] * (64 - len(numbers))
+    return numbers + [0] * (HEADER - len(numbers))
 
 
 def key_of(header: Sequence[int]) -> tuple[Key, int]:

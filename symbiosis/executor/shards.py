@@ -33,6 +33,7 @@ from symbiosis.executor.layers import BaseLayer
 from symbiosis.executor.parts import Cut
 from symbiosis.executor.shard_group import (
     END,
+    HEADER,
     MOST_LAYERS,
     ShardGroup,
     empty,
@@ -150,7 +151,7 @@ class Shards:
         with contextlib.suppress(RuntimeError), self._lock:  # those that have ended cannot be told
             if self.error is None:
                 for rank in range(1, self._group.count):
-                    for work in self._group.order(rank, [END] * 64):
+                    for work in self._group.order(rank, [END] * HEADER):
                         self._group.finish(work)
         self._launch.close(at_once=self.error is not None)
         for thread in self._watching:

@@ -130,8 +130,8 @@ class SplitModel:
         self._refuse_unknown_quantization()
         if not self.layers:
             raise SplitError(
-                f"{type(model).__name__} has no base layers to serve: none of its {_count(model)} modules "
-                "is an nn.Linear, a transformers Conv1D or a bank of experts"
+                f"{type(model).__name__} has no base layers to serve: none of its {sum(1 for _ in model.modules())} "
+                "modules is an nn.Linear, a transformers Conv1D or a bank of experts"
                 + ("" if base_layers == "linear" else f" that matches {base_layers!r}")
             )
         self.allowed = {name for pattern in allow_weights for name in self._linear_named(pattern)}
@@ -303,7 +303,8 @@ def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> tuple[list[st
         if base_layers == "mlp":
             chosen |= {name for name, module in modules.items() if _is_mlp(name, module)}
         return [name for name in modules if name in chosen], left_out
-    patterns = [base_layers] if isinstance(base_layers, str) else list(base_layers if _is_several(base_layers) else ())
+    several = base_layers if isinstance(base_layers, Iterable) else ()
+    patterns = [base_layers] if isinstance(base_layers, str) else list(several)
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise UsageError(
             f"base_layers is {base_layers!r}; give 'linear', 'mlp', or one or more module names or patterns"
@@ -370,10 +371,6 @@ def _is_quantized(tensor: torch.Tensor, known: bool) -> bool:
     return known and (tensor.dtype in (torch.int8, torch.uint8, torch.int32) or is_narrow(tensor))
 
 
-def _is_several(value: object) -> bool:
-    return isinstance(value, Iterable)
-
-
 def _is_mlp(name: str, module: nn.Module) -> bool:
     """Return whether a module is named like an MLP and has two or more linear layers and no other parameters."""
     inside = [child for child in module.modules() if child is not module]
@@ -383,7 +380,3 @@ def _is_mlp(name: str, module: nn.Module) -> bool:
         and len(linears) >= 2
         and all(child in linears or not any(True for _ in child.parameters()) for child in inside)
     )
-
-
-def _count(model: nn.Module) -> int:
-    return sum(1 for _ in model.modules())

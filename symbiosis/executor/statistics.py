@@ -238,7 +238,6 @@ class _Durations:
 class Counters:
     """The running counts behind :class:`Statistics`. A request counts once, in the batch with its last row."""
 
-    run_s: float = 0.0
     requests: int = 0
     batches: int = 0
     members: int = 0
@@ -270,8 +269,7 @@ class Counters:
         self.members += size
         self.rows += batch.rows
         seconds = ended - started
-        self.run_s += seconds
-        self.run_times.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.run_times.add(seconds)
         reason = batch.reason
         if reason not in self.reasons:
             reason = self._new_reason(reason)
@@ -407,7 +405,7 @@ class Counters:
             members=self.members,
             rows=self.rows,
             wait_s=sum(self.waits.values()),
-            run_s=self.run_s,
+            run_s=self.run_times.seconds,
             reasons=dict(self.reasons),
             layers=layers,
             clients={name: client.snapshot(len(names), slo.get(name, (0, 0))) for name, client in self.clients.items()},
@@ -417,7 +415,7 @@ class Counters:
             },
             waits=dict(self.waits),
             wait_times={kind.name.lower(): times.snapshot() for kind, times in zip(Kind, self.wait_times, strict=True)},
-            run_times=Histogram(BOUNDS_S, tuple(self.run_times.counts), self.run_s),
+            run_times=self.run_times.snapshot(),
             rejections=dict(self.rejections),
             apart=self.apart.snapshot(),
         )

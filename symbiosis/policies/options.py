@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from symbiosis.core.terms import tenant_of
 from symbiosis.errors import UsageError
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ def mapping(policy: str, option: str, value: Mapping[str, T] | None, *, tenants:
         if not isinstance(name, str) or not name:
             raise UsageError(f"{policy}: {option} has {name!r}, which is not a name")
         if tenants and "/" in name:
-            tenant = name.partition("/")[0]
+            tenant = tenant_of(name)
             raise UsageError(f"{policy}: {option} has {name!r}, which is a client; give its tenant, {tenant!r}")
     return value or {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -74,30 +75,29 @@ class Scheme(ABC):
 
     async def wrap(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
         channels = [channel]
-        try:
+        with ExitStack() as stack:  # closes what was opened if anything fails
+            stack.callback(channel.close)
             for further in self.further_addresses(address):
                 transport = self._transport(further, options)
                 channels.append(await transport.connect(further, _further_name(channel), terms))
+                stack.callback(channels[-1].close)
             loaded = await asyncio.to_thread(self.load, channel)  # begin finds the weights while this name keeps them
             masked = MaskedChannel(channels, self.begin, asyncio.get_running_loop())
             del loaded
+            stack.pop_all()
             return masked
-        except BaseException:
-            for opened in channels:
-                opened.close()
-            raise
 
     def wrap_blocking(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
         channels = [channel]
-        try:
+        with ExitStack() as stack:
+            stack.callback(channel.close)
             for further in self.further_addresses(address):
                 transport = self._transport(further, options)
                 channels.append(transport.connect_blocking(further, _further_name(channel), terms))
-            return MaskedChannel(channels, self.begin)
-        except BaseException:
-            for opened in channels:
-                opened.close()
-            raise
+                stack.callback(channels[-1].close)
+            masked = MaskedChannel(channels, self.begin)
+            stack.pop_all()
+            return masked
 
     def _set_size(self, scale: float | None, accuracy: float | None, default: float = DEFAULT_SCALE) -> None:
         scale_for(self.name, scale, accuracy, torch.float64)  # raises if a value is out of range

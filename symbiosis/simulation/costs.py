@@ -34,14 +34,14 @@ class Costs:
     """Function of a request's kind and rows: seconds of the client's own work before the request."""
     overhead_s: float
     """Seconds that the executor needs for each batch besides its latency."""
-    local: bool
-    """Whether clients compute in the executor's process. See :class:`~symbiosis.simulation.Simulation`."""
-    joint: bool
-    """Whether clients decode jointly."""
-    last: Container[Key]
-    """Keys that are requested for the last token of a prompt alone."""
     text: str
     """Source of these figures, in a few words."""
+    local: bool = False
+    """Whether clients compute in the executor's process. See :class:`~symbiosis.simulation.Simulation`."""
+    joint: bool = False
+    """Whether clients decode jointly."""
+    last: Container[Key] = ()
+    """Keys that are requested for the last token of a prompt alone."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,4 @@ def roofline(gpu: str, model: str) -> Costs:
         return card.seconds(sum(math.prod(sizes[layer]) for layer in batch.key.layers), batch.rows)
 
     text = f"{model} on {gpu} by its roofline"
-    return Costs(
-        walk, backward(walk), len(sizes), batch, lambda kind, rows: THINK_S, OVERHEAD_S, False, False, (), text
-    )
+    return Costs(walk, backward(walk), len(sizes), batch, lambda kind, rows: THINK_S, OVERHEAD_S, text)

@@ -124,7 +124,7 @@ def read_fleet(data: Mapping[str, Any]) -> Fleet:
     for name, table in tables.items():
         where = f"[machines.{name}]"
         _check_names(where, table, _MACHINE)
-        count = _whole(where, table, "count", 1)
+        count = _whole(where, table, "count")
         families[name] = [name] if count == 1 else [f"{name}-{number}" for number in range(count)]
         for each in families[name]:
             if each in machines:
@@ -162,7 +162,7 @@ def read_placement(data: Mapping[str, Any], fleet: Fleet, blocks: int) -> Placem
         _check_names(where, table, ("machine", "layers", "shards"))
         name = _named(where, table.get("machine"), fleet.machines)
         served = _blocks(where, table.get("layers"), blocks)
-        shards = _whole(where, table, "shards", 1)
+        shards = _whole(where, table, "shards")
         if shards > fleet.machines[name].devices:
             raise UsageError(
                 f"{where}: {shards} shards need as many devices; {name} has {fleet.machines[name].devices}"
@@ -207,7 +207,7 @@ def _machine(where: str, name: str, table: Mapping[str, Any]) -> Machine:
         device = Gpu(1e9 * _number(where, table, "gb_per_s"), 1e12 * _number(where, table, "tflops"))
     memory = _number(where, table, "memory_gib", device.memory_gib or None)
     between = _link(where, {"gbit_per_s": 2400, "latency_us": 5, **table})
-    return Machine(name, device, _whole(where, table, "devices", 1), int(GIB * memory), between)
+    return Machine(name, device, _whole(where, table, "devices"), int(GIB * memory), between)
 
 
 def _link(where: str, table: Mapping[str, Any]) -> LinkFigures:
@@ -243,8 +243,8 @@ def _check_names(where: str, table: Any, known: Sequence[str]) -> None:
             raise UsageError(f"{where}: {name} is not known; there are {', '.join(known)}")
 
 
-def _whole(where: str, table: Mapping[str, Any], name: str, default: int) -> int:
-    value = table.get(name, default)
+def _whole(where: str, table: Mapping[str, Any], name: str) -> int:
+    value = table.get(name, 1)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1_000_000:
         raise UsageError(f"{where}: {name} is {value!r}; it must be a whole number, 1 or more")
     return value

@@ -58,7 +58,7 @@ class SimulatedModel:
         return 6 * shape.hidden + 2 * shape.attention + 2 * shape.kv + 3 * shape.intermediate
 
     def costs(self, device: Gpu) -> Costs:
-        """Return the costs of this model, without those of batches.
+        """Return the costs of this model, without those of batches: their latency is not a number.
 
         Args:
             device: where clients compute. Before each request a client takes
@@ -74,10 +74,8 @@ class SimulatedModel:
             lambda batch, again: math.nan,
             lambda kind, rows: max(THINK_S, rows * moved),
             OVERHEAD_S,
-            False,
-            False,
-            last,
             "by the figures of its machines",
+            last=last,
         )
 
     def seconds(self, machine: Machine, shards: int, batch: Batch) -> float:

@@ -164,14 +164,14 @@ def _simulated(
         slow = any(len(done.tokens) < tokens for done in texts)
         return slow or any(done.tuned < steps * tenants.rows for done in jobs)
 
-    def run(until: tuple[float, float]) -> tuple[float, int, float]:
-        """Run for some events at least, and until each tenant has done so much. Return the time, and the tokens of all
-        tenants so far."""
+    def run(least: tuple[float, float]) -> tuple[float, int, float]:
+        """Run for some events at least, and until each tenant has done so much. Return the time, and the tokens that
+        all tenants have decoded, and trained on, so far."""
         while True:
             for _ in range(_EVENTS):
                 cluster.step()
             progress()
-            if not behind(*until):
+            if not behind(*least):
                 break
         return cluster.now, sum(len(done.tokens) for done in texts), sum(done.tuned for done in jobs)
 

@@ -59,7 +59,7 @@ def new_key(folder: str | Path, name: str) -> Path:
         UsageError: the name is not valid or in use, there is no ``server`` pair, or the folder is not writable.
     """
     folder = Path(folder)
-    check_name(name)
+    check_key_name(name)
     server = ""
     if name != SERVER:
         if not (folder / f"{SERVER}.public").exists():
@@ -94,7 +94,7 @@ def new_key(folder: str | Path, name: str) -> Path:
     return path
 
 
-def check_name(name: str) -> None:
+def check_key_name(name: str) -> None:
     """Raise UsageError if no key can have a name."""
     if not _NAME.fullmatch(name):
         raise UsageError(f"a key cannot be called {name!r}; a name has up to 64 of the characters A-Z a-z 0-9 . _ -")

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 from symbiosis.core.terms import NO_TERMS, Terms
@@ -29,7 +31,7 @@ from symbiosis.transports.addresses import (
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.choice import C, Choice
-from symbiosis.transports.connection import AsyncConnection, BlockingConnection
+from symbiosis.transports.connection import BlockingJoin, Join
 from symbiosis.transports.conversation import MAY_RETURN
 from symbiosis.transports.model_parts import GapError, PartsChannel, merge
 from symbiosis.transports.wire import Hello
@@ -65,46 +67,32 @@ class Replicas:
     async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
         parts, whole, looks = await asyncio.to_thread(self._parts)
         channels: list[Channel] = []
-        try:
+        with ExitStack() as stack:  # closes what was opened if anything fails
             for part in parts:
-                channels.append(
-                    await self._connect(Choice(self._addresses, part, looks, bool(channels)), address, client, terms)
-                )
-            return _whole(channels, whole, asyncio.get_running_loop())
-        except BaseException:
-            for channel in channels:
-                channel.close()
-            raise
-
-    async def _connect(self, choice: Choice, address: str, client: str, terms: Terms) -> Channel:
-        def join(hello: Hello, again: bool) -> AsyncConnection:
-            return _joined(choice, lambda one: one.transport.join(one.address), hello, again)
-
-        channel = await AsyncChannel.open(join, address, Hello(client, terms), self._retry_s, choice.better)
-        channel.before_return = choice.before_return
-        return channel
+                choice = Choice(self._addresses, part, looks, bool(channels))
+                join: Join = partial(_joined, choice, lambda one: one.transport.join(one.address))
+                channel = await AsyncChannel.open(join, address, Hello(client, terms), self._retry_s, choice.better)
+                channel.before_return = choice.before_return
+                stack.callback(channel.close)
+                channels.append(channel)
+            found = _whole(channels, whole, asyncio.get_running_loop())
+            stack.pop_all()
+            return found
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
         parts, whole, looks = self._parts()
         channels: list[Channel] = []
-        try:
+        with ExitStack() as stack:
             for part in parts:
-                channels.append(
-                    self._connect_blocking(Choice(self._addresses, part, looks, bool(channels)), address, client, terms)
-                )
-            return _whole(channels, whole, None)
-        except BaseException:
-            for channel in channels:
-                channel.close()
-            raise
-
-    def _connect_blocking(self, choice: Choice, address: str, client: str, terms: Terms) -> Channel:
-        def join(hello: Hello, again: bool) -> BlockingConnection:
-            return _joined(choice, lambda one: one.transport.join_blocking(one.address), hello, again)
-
-        channel = BlockingChannel(join, address, Hello(client, terms), self._retry_s, choice.better)
-        channel.before_return = choice.before_return
-        return channel
+                choice = Choice(self._addresses, part, looks, bool(channels))
+                join: BlockingJoin = partial(_joined, choice, lambda one: one.transport.join_blocking(one.address))
+                channel = BlockingChannel(join, address, Hello(client, terms), self._retry_s, choice.better)
+                channel.before_return = choice.before_return
+                stack.callback(channel.close)
+                channels.append(channel)
+            found = _whole(channels, whole, None)
+            stack.pop_all()
+            return found
 
     def look(self, address: str) -> Look:
         """Return what an executor shows, with the description of the whole model. The entry ``replicas`` of its status

@@ -25,7 +25,7 @@ from typing import Any
 from symbiosis.core.requests import Results
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Channel, Look, Service
-from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, UsageError, WireError
+from symbiosis.errors import BusyError, RefusedError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import descriptors, device, wire
 from symbiosis.transports.arena import Arena, Memory
@@ -36,9 +36,8 @@ from symbiosis.transports.courier import Admitted, Courier
 from symbiosis.transports.device import Segment
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Peer
-from symbiosis.transports.share import ServedShare
 from symbiosis.transports.shm_client import AsyncShmConnection, BlockingShmConnection, ShmConnection, socket_path
-from symbiosis.transports.stream_line import ACCEPTED_AT_ONCE, BACKLOG, StreamLine
+from symbiosis.transports.stream_line import StreamLine, StreamListener
 from symbiosis.transports.wire import Hello, Type
 
 log = get_logger(__name__)
@@ -100,49 +99,25 @@ class ShmTransport:
         return connection.look
 
 
-class ShmListener:
+class ShmListener(StreamListener["ShmLine"]):
     """An open socket and the connections that came through it."""
-
-    def __init__(self, address: str, service: Service, limits: Limits) -> None:
-        self.address = address
-        self.service = service
-        self.limit(limits)
-        self.share = ServedShare(service)
-        self.connected: set[ShmLine] = set()
-        """Connections; each adds and removes itself."""
-        self._path = socket_path(address)
-        self._server: asyncio.Server | None = None
-
-    def limit(self, limits: Limits) -> None:
-        """Give clients that connect from now on these limits."""
-        self.limits = limits.within(self.service.budget.largest)
 
     async def open(self) -> None:
         """Start to accept clients. Raises UsageError if another process listens there, a file is in the way, or the
         folder does not exist, and ShareError if the model cannot be served to other processes."""
         self.service.share()
+        self._path = socket_path(self.address)
         listening = _bind(self._path, self.address)
-        try:
-            self._inode = self._path.stat().st_ino
-            self._server = await asyncio.get_running_loop().create_unix_server(
-                lambda: ShmLine(self), sock=listening, backlog=ACCEPTED_AT_ONCE
-            )
-            listening.listen(BACKLOG)
-        except OSError as error:
-            listening.close()
-            raise UsageError(f"cannot listen on {self.address}: {error.strerror or error}") from error
+        self._inode = self._path.stat().st_ino
+        await self._accept(listening, self.address, asyncio.get_running_loop().create_unix_server, ShmLine)
         log.info("listening", address=self.address)
 
     async def close(self) -> None:
         if self._server is not None:
-            self._server.close()
-            for line in list(self.connected):
-                line.end(ExecutorClosedError.of(self.address))
             with contextlib.suppress(FileNotFoundError):
                 if self._path.stat().st_ino == self._inode:
                     self._path.unlink()
-            self._server = None
-        self.share.close()
+        await super().close()
 
 
 def _bind(path: Path, address: str) -> socket.socket:
@@ -192,25 +167,19 @@ def _make_way(path: Path, address: str) -> None:
 class ShmLine(StreamLine):
     """One connection of a listener."""
 
-    def __init__(self, listener: ShmListener) -> None:
-        super().__init__()
-        self.listener = listener
+    listener: ShmListener
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        self.listener.connected.add(self)
+        self.listener.lines.add(self)
         connected = transport.get_extra_info("socket")
         pid, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         service, limits = self.listener.service, self.listener.limits
         self.peer = Peer(service, limits, self, ArenaCourier(self))
         if user not in (os.geteuid(), 0):
             self.peer.refuse(RefusedError(f"this executor serves its own user ({os.geteuid()}), not user {user}"))
-        elif self._has_room(self.listener.address, len(self.listener.connected), readable=True):
+        elif self._has_room(readable=True):
             self.open(f"uid {user} pid {pid} connection {connected.fileno()}")
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.listener.connected.discard(self)
-        super().connection_lost(error)
 
     def send_descriptors(self, arena: int) -> None:
         """Send the descriptors of the arena and of the share. Nothing was sent before, so the socket has room. Raises

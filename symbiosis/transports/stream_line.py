@@ -1,15 +1,19 @@
-"""The executor's end of a connection that is a byte stream: ``shm://``, ``tcp://`` and the messages of ``dist://``."""
+"""The executor's end of a byte stream (``shm://``, ``tcp://``, messages of ``dist://``): listener and connections."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
-from symbiosis.errors import BusyError, SymbiosisError, WireError
+from symbiosis.core.transport import Service
+from symbiosis.errors import BusyError, ExecutorClosedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import descriptors, wire
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Peer
+from symbiosis.transports.share import ServedShare
 from symbiosis.transports.stream import ByteStream
 
 HELLO_WITHIN_S = 10.0
@@ -47,7 +51,8 @@ class StreamLine(asyncio.BufferedProtocol):
 
     peer: Peer
 
-    def __init__(self) -> None:
+    def __init__(self, listener: StreamListener[Any]) -> None:
+        self.listener = listener
         self._stream = ByteStream(wire.MAX_TO_EXECUTOR)
         self._outgoing: deque[Iterator[Any]] = deque()
         """Messages of which the event loop does not have all parts yet, in their order."""
@@ -80,22 +85,20 @@ class StreamLine(asyncio.BufferedProtocol):
         self._refuse_after(HELLO_WITHIN_S, f"no HELLO within {HELLO_WITHIN_S:.0f} s")
         self._check_progress(0, 0)
 
-    def _has_room(self, listener: str, connections: int, *, readable: bool) -> bool:
+    def _has_room(self, *, readable: bool) -> bool:
         """Return whether the executor can serve one more connection; otherwise end this one.
 
         Args:
-            listener: its address.
-            connections: number of connections of the listener.
             readable: whether the client can read a reason.
         """
-        while not self.peer.account.open(listener):
+        while not self.peer.account.open(self.listener.address):
             if not self._cut_oldest():  # there is no memory for a goodbye either
                 self.drop(BusyError("no memory is left for another connection"))
                 return False
         left = descriptors.left(self._transport.get_extra_info("socket").fileno())
         if left <= 0:
             why = "no file descriptors are left"
-        elif connections > MAX_CONNECTIONS:
+        elif len(self.listener.lines) > MAX_CONNECTIONS:
             why = f"{MAX_CONNECTIONS} clients are connected already"
         else:
             return True
@@ -170,6 +173,7 @@ class StreamLine(asyncio.BufferedProtocol):
         self._stream.into(target, then)
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.listener.lines.discard(self)
         self._stop_deadline()
         if self._watch is not None:
             self._watch.cancel()
@@ -343,3 +347,48 @@ class StreamLine(asyncio.BufferedProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+L = TypeVar("L", bound=StreamLine)
+
+
+class StreamListener(Generic[L]):
+    """What the listeners of byte streams have in common.
+
+    Args:
+        address: where clients connect, as far as it is known.
+        service: the executor.
+        limits: limits of each client.
+    """
+
+    def __init__(self, address: str, service: Service, limits: Limits) -> None:
+        self.address = address
+        self.service = service
+        self.limit(limits)
+        self.share = ServedShare(service)
+        self.lines: set[L] = set()
+        """Connections; each adds and removes itself."""
+        self._server: asyncio.Server | None = None
+
+    def limit(self, limits: Limits) -> None:
+        """Give clients that connect from now on these limits."""
+        self.limits = limits.within(self.service.budget.largest)
+
+    async def _accept(
+        self, listening: socket.socket, address: str, create: Callable[..., Awaitable[asyncio.Server]], line: type[L]
+    ) -> None:
+        """Accept clients at a bound socket; ``create`` is the event loop's function for it. Raises UsageError."""
+        try:
+            self._server = await create(lambda: line(self), sock=listening, backlog=ACCEPTED_AT_ONCE)
+            listening.listen(BACKLOG)
+        except OSError as error:
+            listening.close()
+            raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+            for line in list(self.lines):
+                line.end(ExecutorClosedError.of(self.address))
+        self.share.close()

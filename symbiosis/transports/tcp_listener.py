@@ -9,24 +9,22 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from symbiosis.core.requests import Results
 from symbiosis.core.transport import Service
-from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, SymbiosisError, UsageError, WireError
+from symbiosis.errors import BusyError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import wire
 from symbiosis.transports.courier import Admitted, Courier
 from symbiosis.transports.keys import Keyring, identity
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Peer
-from symbiosis.transports.share import ServedShare
 from symbiosis.transports.sockets import Endpoint, bind, carries_tensors, prepare
 from symbiosis.transports.stream import ByteStream, TlsByteStream, block, matrices, payload_of
-from symbiosis.transports.stream_line import ACCEPTED_AT_ONCE, BACKLOG, StreamLine
+from symbiosis.transports.stream_line import StreamLine, StreamListener
 from symbiosis.transports.wire import Type
 
 log = get_logger(__name__)
@@ -43,7 +41,7 @@ SWEEP_S = 1.0
 """Seconds between two looks at whether the key of a client was removed."""
 
 
-class TcpListener:
+class TcpListener(StreamListener["TcpLine"]):
     """A bound port and the clients that came through it.
 
     Args:
@@ -62,18 +60,12 @@ class TcpListener:
         keys: Keyring | None,
         courier: Callable[[TcpLine], TcpCourier],
     ) -> None:
-        self.address = ""
-        self.service = service
-        self.limit(limits)
+        super().__init__("", service, limits)
         self.keys = keys
         self.courier = courier
-        self.share = ServedShare(service)
-        self.lines: set[TcpLine] = set()
-        """Connections; each adds and removes itself."""
         self.unknown: dict[TcpLine, None] = {}
         """The connections in their TLS handshake, the oldest first."""
         self._endpoint = endpoint
-        self._server: asyncio.Server | None = None
         self._logged = self._unlogged = 0
         """Lines about such connections in this second, and how many were left out."""
         self._second = 0.0
@@ -103,24 +95,14 @@ class TcpListener:
             if not self.keys.tenants():
                 log.warning("no tenant has a key here", folder=str(self.keys.folder))
 
-    def limit(self, limits: Limits) -> None:
-        """Give clients that connect from now on these limits."""
-        self.limits = limits.within(self.service.budget.largest)
-
     async def open(self, address: str) -> None:
         """Start to accept clients. Raises UsageError if the port is not available, and ShareError if the model cannot
         be served to other processes."""
         self.service.share()
-        loop, endpoint = asyncio.get_running_loop(), self._endpoint
-        listening = bind(address, endpoint)
-        try:
-            self._server = await loop.create_server(partial(TcpLine, self), sock=listening, backlog=ACCEPTED_AT_ONCE)
-            listening.listen(BACKLOG)
-        except OSError as error:
-            listening.close()
-            raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
+        listening = bind(address, self._endpoint)
+        await self._accept(listening, address, asyncio.get_running_loop().create_server, TcpLine)
         port = listening.getsockname()[1]
-        self.address = f"{address.partition(':')[0]}://{endpoint._replace(port=port)}"
+        self.address = f"{address.partition(':')[0]}://{self._endpoint._replace(port=port)}"
         self._sweep()
         if self.keys is not None:
             self.service.reserve(self.keys.tenants)
@@ -143,22 +125,18 @@ class TcpListener:
                 line.peer.refuse(RefusedError(f"the key of {line.tenant} was removed"))
 
     async def close(self) -> None:
-        if self._server is None:
-            return
-        self._server.close()
-        self._server = None
-        self._sweeper.cancel()
-        for line in list(self.lines):
-            line.end(ExecutorClosedError.of(self.address))
-        self.share.close()
+        if self._server is not None:
+            self._sweeper.cancel()
+        await super().close()
 
 
 class TcpLine(StreamLine):
     """One connection."""
 
+    listener: TcpListener
+
     def __init__(self, listener: TcpListener) -> None:
-        super().__init__()
-        self.listener = listener
+        super().__init__(listener)
         self.user: str | None = None
         """Identity of the client's certificate; None without TLS, and before the end of the handshake."""
         self.tenant = "?"
@@ -171,7 +149,7 @@ class TcpLine(StreamLine):
         where = transport.get_extra_info("peername")
         self.tenant = where[0] if where else "?"
         self.peer = Peer(listener.service, listener.limits, self, listener.courier(self))
-        if not self._has_room(listener.address, len(listener.lines), readable=listener.keys is None):
+        if not self._has_room(readable=listener.keys is None):
             return
         try:
             prepare(transport.get_extra_info("socket"))
@@ -242,7 +220,6 @@ class TcpLine(StreamLine):
             self.hang_up()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.listener.lines.discard(self)
         self.listener.unknown.pop(self, None)
         super().connection_lost(error)
 

@@ -85,6 +85,7 @@ def align(size: int) -> int:
 
 _packer = msgpack.Packer(autoreset=True)
 _TYPES = {int(type_): type_ for type_ in Type}
+_CALL, _RESULT = int(Type.CALL), int(Type.RESULT)
 
 
 def pack(type_: Type, *content: Any) -> bytes:
@@ -101,13 +102,13 @@ def pack_hello(hello: Hello) -> bytes:
 def pack_call(call: CallMessage) -> bytes:
     """Return CALL."""
     layers, pass_, fp32, choices = call.key
-    message = (3, call.id, layers, int(pass_), fp32, choices, int(call.kind), call.rows, call.place, call.answer)
+    message = (_CALL, call.id, layers, int(pass_), fp32, choices, int(call.kind), call.rows, call.place, call.answer)
     return cast(bytes, _packer.pack(message))
 
 
 def pack_result(id_: int) -> bytes:
     """Return RESULT."""
-    return cast(bytes, _packer.pack((4, id_)))
+    return cast(bytes, _packer.pack((_RESULT, id_)))
 
 
 def pack_error(id_: int, error: BaseException) -> bytes:

@@ -14,7 +14,7 @@ PATIENT = SLO(1e6, 1e6)
 
 def costs(think: float = 1e-3, start: float = 1e-3, layers: int = 4, local: bool = False, joint: bool = False) -> Costs:
     keys, cost = forward(layers), Cost(start, 1e-5)
-    return Costs(keys, backward(keys), layers, cost.of, lambda kind, rows: think, 0.0, local, joint, (), "made up")
+    return Costs(keys, backward(keys), layers, cost.of, lambda kind, rows: think, 0.0, "made up", local, joint)
 
 
 def trace_file(folder: Path, *lines: str, header: str = "arrival_s,ContextTokens,GeneratedTokens") -> Path:

@@ -181,7 +181,7 @@ async def test_small_answers_that_are_not_read_are_few(base: Any, scheme: str, w
     async with symbiosis.Executor(base, policy="no-lockstep") as executor:
         listener: Any = await executor.listen(LOCAL if scheme == "tcp" else f"shm://{tmp_path}/s.sock")
         line = await in_thread(Tenant, listener.address, None)
-        (served,) = listener.lines if scheme == "tcp" else listener.connected
+        (served,) = listener.lines
         if scheme == "tcp":  # whose kernel buffers take megabytes
             served._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -384,17 +384,17 @@ async def test_idle_clients_that_keep_large_arenas_make_room_for_a_newcomer(
             assert_right(base, call, await asyncio.wait_for(answer(idle[-1], call), 20))
         assert budget.held > 0.9 * budget.total
         newcomer = await channel_of("newcomer")
-        before, began = set(listener.connected), time.monotonic()
+        before, began = set(listener.lines), time.monotonic()
         call = large_call(LARGEST)
         assert_right(base, call, await asyncio.wait_for(answer(newcomer, call), 30))
         assert seconds - 0.5 < time.monotonic() - began < seconds + 5
-        left = before - listener.connected
+        left = before - listener.lines
         assert 0 < len(left) <= 3, "no more than are needed"
         calls = [large_call(100, number) for number in range(10)]
         for one, result in zip(calls, await asyncio.gather(*map(answer, idle, calls)), strict=True):
             assert_right(base, one, result)
-        assert len(listener.connected) == 11
-        assert len(left & listener.connected) == 0
+        assert len(listener.lines) == 11
+        assert len(left & listener.lines) == 0
         for channel in (*idle, newcomer):
             channel.close()
         await until(lambda: budget.held == 0)
@@ -496,7 +496,7 @@ async def test_a_client_goes_on_after_it_was_disconnected_for_others(
             job = asyncio.ensure_future(tenant() if kind == "coroutines" else in_thread(synchronous_tenant))
             while not job.done():
                 await asyncio.wait([job], timeout=0.03)
-                for line in list(listener.lines if scheme == "tcp" else listener.connected):
+                for line in list(listener.lines):
                     if line.peer.session is not None:
                         cut += 1
                         line.peer._cut()

@@ -192,8 +192,8 @@ async def test_a_status_connection_ends(base: Any, address: str, monkeypatch: py
         listener = await executor.listen(address)
         raw = Raw(address)
         raw.send(wire.pack_hello(wire.Hello(None)))
-        await until(lambda: listener.connected)  # type: ignore[attr-defined]
-        await until(lambda: not listener.connected)  # type: ignore[attr-defined]
+        await until(lambda: listener.lines)  # type: ignore[attr-defined]
+        await until(lambda: not listener.lines)  # type: ignore[attr-defined]
 
 
 async def test_cancelled_while_it_opens(base: Any, address: str) -> None:

@@ -67,7 +67,7 @@ class Transport:
 
 @pytest.fixture
 async def line() -> Any:
-    line: Any = StreamLine()
+    line: Any = StreamLine(SimpleNamespace(lines=set()))  # type: ignore[arg-type]
     line._transport = Transport(line)
     line._transport.set_write_buffer_limits()
     line._transport.turn.append(0)

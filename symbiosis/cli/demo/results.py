@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import os
-import platform
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from symbiosis.cli.demo.jobs import DemoJob
+from symbiosis.terminal.machine import machine
 
 TOLERANCE = 1e-3
 """Largest relative difference of two losses that counts as equal."""
@@ -51,7 +49,7 @@ def summarize(
         "base_bytes": bases,
         "mean_batch": mean_batch,
         "used_by_others": others,
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
+        "machine": machine(),
         "tenants": tenants,
     }
 
