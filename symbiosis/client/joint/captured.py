@@ -78,7 +78,7 @@ class Step:
     structure: tuple[Any, ...]
     reply: asyncio.Future[Any]
     alone: str = ""
-    """Why the client is to walk its own model, and then to call ``JointDecoder.token_ended``."""
+    """Why the client is to walk its own model, and then to call ``Turn.ended``."""
 
 
 class CapturedWalks:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from symbiosis.client.joint.entry import Inputs, enter, leave, one_token, why_al
 from symbiosis.client.joint.model import JointModel
 from symbiosis.client.joint.reading import Reading
 from symbiosis.client.joint.stacks import Slot, Stacks, give_back
+from symbiosis.client.joint.turn import Turn
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.waiting import ClientThread, LoopWaiter
@@ -96,11 +96,11 @@ class Seat:
             return walk_alone(*args, **kwargs)
         if not decoder.meets_others(self):
             decoder.walked(self.name, "no other client decodes")
-            decoder.token_began()
+            decoder.turn.began()
             try:
                 return walk_alone(*args, **kwargs)
             finally:
-                decoder.token_ended()
+                decoder.turn.ended()
         step = self._prepare(inputs, kwargs)
         if isinstance(step, str):
             decoder.walked(self.name, step)
@@ -113,13 +113,13 @@ class Seat:
         try:
             return walk_alone(*args, **kwargs)
         finally:
-            decoder.token_ended()
+            decoder.turn.ended()
 
     def _wait(self, step: Step) -> Any:
         fiber, decoder = current_fiber(), self._decoder
         assert fiber is not None
         self._step = step
-        decoder.arrive(step)
+        decoder.turn.arrive(step)
         try:
             return fiber.wait(step.reply, decoder.channel)
         except BaseException as error:
@@ -199,14 +199,11 @@ class JointDecoder:
         """None while :attr:`refusal` says why."""
         self._requester = Requester()
         self._stream: RandomStream | None = None
-        self._waiting: list[Step] = []
+        self.turn = Turn(self._walk_together)
         self._walking: Sequence[Step] = ()
         """Steps of the joint walk under way."""
         self._cache: JointCache | None = None
         """The cache of these steps, by row; None while a captured walk serves some of them."""
-        self._under_way = 0
-        """Tokens under way, joint or not."""
-        self._start: asyncio.Handle | None = None
         self._task: asyncio.Task[None] | None = None
         self._seated: tuple[Any, ...] = ()
         """Seats and versions of the readings whose adapters the joint model has."""
@@ -243,50 +240,19 @@ class JointDecoder:
             self._task = asyncio.get_running_loop().create_task(self._open())
         return self._opened and len(self._seats) > 1
 
-    # The turn of tokens
-
-    def token_began(self) -> None:
-        self._under_way += 1
-
-    def token_ended(self) -> None:
-        self._under_way -= 1
-        self._start_soon()
-
-    def arrive(self, step: Step) -> None:
-        self._waiting.append(step)
-        self._start_soon()
-
     def withdraw(self, step: Step, error: BaseException) -> None:
         """Note that a client does not wait for its token any more."""
         step.reply.cancel()
-        if step in self._waiting:
-            self._waiting.remove(step)
-        elif self._cache is not None and step in self._walking:
+        if self._cache is not None and step in self._walking:
             self._cache.drop(self._walking.index(step), ClientClosedError(str(error)))
-        elif step.alone:
-            self.token_ended()
+        else:
+            self.turn.withdraw(step)
 
-    def _start_soon(self) -> None:
-        """Begin the next token once everything that is ready on the event loop has run, so that all can join."""
-        if self._waiting and not self._under_way and self._start is None:
-            self._start = asyncio.get_running_loop().call_soon(self._begin)
-
-    def _begin(self) -> None:
-        self._start = None
-        waiting = [step for step in self._waiting if not step.reply.done()]  # others are about to withdraw
-        if self._under_way or not waiting:
-            return
-        self._waiting = [step for step in self._waiting if step.reply.done()]
-        (structure, count), *_ = Counter([step.structure for step in waiting]).most_common(1)
-        steps = [step for step in waiting if count > 1 and step.structure == structure]
-        # They walk at the same time, so that their rows can share batches with the others.
-        self._walk_apart([step for step in waiting if step not in steps], "no other client was ready")
-        if steps:
-            self.token_began()
-            steps.sort(key=lambda step: step.seat.number)
-            self._walking = steps
-            assert self.model is not None
-            self._task = asyncio.get_running_loop().create_task(self._run(self.model, steps))
+    def _walk_together(self, steps: Sequence[Step]) -> None:
+        """Begin a joint walk."""
+        assert self.model is not None
+        self._walking = steps = sorted(steps, key=lambda step: step.seat.number)
+        self._task = asyncio.get_running_loop().create_task(self._run(self.model, steps))
 
     async def _run(self, model: JointModel, steps: Sequence[Step]) -> None:
         """Walk the model for several clients, and give each its output. A captured walk serves those that it can."""
@@ -298,7 +264,7 @@ class JointDecoder:
                 _give((await self.captured.outputs(steps, channel)).items())
             left = [step for step in steps if not step.reply.done()]
             if len(left) == 1:
-                self._walk_apart(left, "no other client was left by a captured walk")
+                self.turn.apart(left, "no other client was left by a captured walk")
             elif left:
                 await self._run_by_code(model, left, channel)
         except BaseException as error:
@@ -312,7 +278,7 @@ class JointDecoder:
             if not self._seated:  # a client has left meanwhile
                 model.seat({})
             channel.end_walk()
-            self.token_ended()
+            self.turn.ended()
 
     async def _run_by_code(self, model: JointModel, steps: Sequence[Step], channel: Channel) -> None:
         """Walk by the model's own code."""
@@ -327,18 +293,10 @@ class JointDecoder:
             # One client's token or position may have been wrong. In walks of their own, only this client sees it.
             if cache.was_updated or isinstance(error, SymbiosisError):
                 raise
-            self._walk_apart(steps, "a joint walk failed")
+            self.turn.apart(steps, "a joint walk failed")
         finally:
             self._cache = None
             self._requester.forget()
-
-    def _walk_apart(self, steps: Sequence[Step], why: str) -> None:
-        """Have clients walk models of their own, before the next token."""
-        for step in steps:
-            if not step.reply.done():
-                self.token_began()
-                step.alone = why
-                step.reply.set_result(None)
 
     @torch.no_grad()
     def _walk(self, model: JointModel, steps: Sequence[Step], cache: JointCache) -> list[Any]:
@@ -354,8 +312,6 @@ class JointDecoder:
             cache.errors.get(row) or type(output)(logits=logits[row : row + 1].clone(), past_key_values=step.cache)
             for row, step in enumerate(steps)
         ]
-
-    # Opening and closing
 
     async def _open(self) -> None:
         """Make the joint model, and try it on two texts."""
@@ -394,9 +350,7 @@ class JointDecoder:
 
     async def close(self, error: BaseException) -> None:
         """End the walk under way, and leave the executor. Clients that wait get ``error``."""
-        if self._start is not None:
-            self._start.cancel()
-        for step in [*self._waiting, *self._walking]:
+        for step in [*self.turn.close(), *self._walking]:
             if not step.reply.done():
                 step.reply.set_exception(_copy(error))
         task = self._task

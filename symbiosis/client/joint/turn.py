@@ -1,0 +1,80 @@
+"""The turn of tokens: while one is under way, clients that come wait, and then begin the next one together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from symbiosis.client.joint.captured import Step
+
+
+class Turn:
+    """Begins one token after another.
+
+    The next token begins once none is under way and everything that is ready on the event loop has run, so that all
+    clients can join it. Clients whose caches have the same structure are walked together. The others walk their own
+    models at the same time, so that their rows can share batches.
+
+    Args:
+        together: begins a walk for several steps; :meth:`ended` is to be called after it.
+    """
+
+    def __init__(self, together: Callable[[Sequence[Step]], object]) -> None:
+        self._together = together
+        self._waiting: list[Step] = []
+        self._under_way = 0
+        """Walks under way, joint or not."""
+        self._start: asyncio.Handle | None = None
+
+    def began(self) -> None:
+        """Note that a walk has begun."""
+        self._under_way += 1
+
+    def ended(self) -> None:
+        """Note that a walk has ended."""
+        self._under_way -= 1
+        self._start_soon()
+
+    def arrive(self, step: Step) -> None:
+        """Have a client wait for its next token."""
+        self._waiting.append(step)
+        self._start_soon()
+
+    def withdraw(self, step: Step) -> None:
+        """Note that a client does not wait for its token any more. It has no part in a joint walk under way."""
+        if step in self._waiting:
+            self._waiting.remove(step)
+        elif step.alone:
+            self.ended()
+
+    def apart(self, steps: Sequence[Step], why: str) -> None:
+        """Have clients walk models of their own, before the next token."""
+        for step in steps:
+            if not step.reply.done():
+                self.began()
+                step.alone = why
+                step.reply.set_result(None)
+
+    def close(self) -> Sequence[Step]:
+        """Begin no further token. Return the steps that wait."""
+        if self._start is not None:
+            self._start.cancel()
+        return self._waiting
+
+    def _start_soon(self) -> None:
+        if self._waiting and not self._under_way and self._start is None:
+            self._start = asyncio.get_running_loop().call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._start = None
+        waiting = [step for step in self._waiting if not step.reply.done()]  # others are about to withdraw
+        if self._under_way or not waiting:
+            return
+        self._waiting = [step for step in self._waiting if step.reply.done()]
+        (structure, count), *_ = Counter([step.structure for step in waiting]).most_common(1)
+        steps = [step for step in waiting if count > 1 and step.structure == structure]
+        self.apart([step for step in waiting if step not in steps], "no other client was ready")
+        if steps:
+            self.began()
+            self._together(steps)
