@@ -88,7 +88,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _command(arguments: Sequence[str], log: str) -> None:
-    from symbiosis.cli.main import main
+    from symbiosis.__main__ import main
 
     written = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for descriptor, at in ((os.open(os.devnull, os.O_RDONLY), 0), (written, 1), (written, 2)):
@@ -125,7 +125,7 @@ class Service:
         if self._fresh:
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, *self._launcher, "-m", "symbiosis.cli.main", *self._arguments],
+                    [sys.executable, *self._launcher, "-m", "symbiosis", *self._arguments],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -58,7 +58,7 @@ def test_placement(tmp_path: Path) -> None:
     with ExitStack() as stack:
         executors = []
         for line in serve:
-            executors.append(subprocess.Popen([sys.executable, "-m", "symbiosis.cli.main", *line[1:]], **quiet))
+            executors.append(subprocess.Popen([sys.executable, "-m", "symbiosis", *line[1:]], **quiet))
             stack.callback(executors[-1].wait, 20)
             stack.callback(executors[-1].kill)
         addresses = train[-1]

@@ -328,7 +328,7 @@ def run_all(
         work[f"{name.value}-serve-shm"] = ["serve", *size, "--rounds", "2", "--transport", "shm"]
     for result, options in work.items():
         # Each in a process of its own, so that memory and OpenMP settings of one do not affect the next.
-        command = [sys.executable, "-m", "symbiosis.cli.main", "bench", *options]
+        command = [sys.executable, "-m", "symbiosis", "bench", *options]
         subprocess.run([*command, "--json", str(folder / f"{result}.json")], check=True)
         write_page(output)  # after each, so that an interrupted run keeps its results
     console().print(f"wrote {output}")

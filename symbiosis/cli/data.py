@@ -6,7 +6,8 @@ import contextlib
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,20 @@ def read_records(path: Path, option: str = "--data") -> list[Record]:
     name = _format_name(*numbered[0])
     for place, record in numbered:
         _check(place, record, name)
-    return [record for _, record in numbered]
+    records = [record for _, record in numbered]
+    if name == "chat":
+        _tell_roles(path, records)
+    return records
+
+
+def _tell_roles(path: Path, records: Iterable[Record]) -> None:
+    """Say on standard error which roles are none that models know. They may be misspelled, and nothing is learned from
+    these messages; a chat template may know them."""
+    roles = Counter(one["role"] for record in records for one in _messages(record)[0])
+    for role in sorted(roles.keys() - _KNOWN):
+        count = f"{roles[role]} message{'s' * (roles[role] > 1)}"
+        text = f"{path}: nothing is learned from {count} with the role {role!r}; is it misspelled?"
+        console(stderr=True).print(text, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -339,6 +353,8 @@ def _refuse_tools(place: str, record: dict[str, Any]) -> None:
         raise UsageError(f'{place}: "tools" are not given to chat templates; leave them out, or name them in a message')
 
 
+_KNOWN = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
+"""Roles of messages that models know."""
 _ROLES = {"human": "user", "gpt": "assistant"}
 """Roles of ShareGPT's records that have other names in messages."""
 

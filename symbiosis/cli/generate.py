@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,7 +52,9 @@ def generate(
         float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this total probability.")
     ] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from so many likeliest tokens.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation; repeat for several.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text before which the generation ends; repeat for several.")
+    ] = None,
     number: Annotated[int, typer.Option("--n", min=1, help="Texts for each prompt.")] = 1,
     output: Annotated[
         Path | None, typer.Option(help="Write the texts to this file (-: standard output), as JSON lines.")
@@ -188,14 +190,14 @@ class _Writer:
         pads = tokenizer.pad_token_id, tokenizer.eos_token_id
         self._options = {name: value for name, value in options.items() if value is not None}
         self._options["pad_token_id"] = next((one for one in pads if one is not None), None)
-        self._end = end
+        self._ends = [*self._options.get("stop_strings", []), *filter(None, [end])]
         stated = model.generation_config.eos_token_id
         ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])}
         ids = encode(tokenizer, end)
         if len(ids) == 1:
             ends |= {*ids}
         elif ids:
-            self._options["stop_strings"] = [*self._options.get("stop_strings", []), end]
+            self._options["stop_strings"] = self._ends
         self._options["eos_token_id"] = sorted(ends - {None}) or None
         if "stop_strings" in self._options:
             self._options["tokenizer"] = tokenizer
@@ -212,17 +214,19 @@ class _Writer:
         import torch
         from transformers import TextStreamer
 
-        end = self._end
+        ends = self._ends
 
         class Streamer(TextStreamer):  # type: ignore[misc]  # transformers is not typed
-            held = ""  # the end of the text so far that may be the beginning of ``end``
+            held = ""  # the end of the text so far that may be the beginning of one of ``ends``
+            ended = False
 
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                text, found, _ = (self.held + text).partition(end or "\0")
-                most = 0 if found or stream_end else min(len(end), len(text))
-                kept = next((size for size in range(most, 0, -1) if end.startswith(text[-size:])), 0)
-                self.held = text[len(text) - kept :]
-                super().on_finalized_text(visible(text[: len(text) - kept]), stream_end)
+                whole = self.held + text
+                shown = "" if self.ended else _before(whole, ends)
+                self.ended = self.ended or shown != whole
+                held = 0 if self.ended or stream_end else _begun_end(shown, ends)
+                self.held = shown[len(shown) - held :]
+                super().on_finalized_text(visible(shown[: len(shown) - held]), stream_end)
 
         most = wanted = self._options["max_new_tokens"]
         if self._positions is not None:
@@ -237,8 +241,18 @@ class _Writer:
         )
         if made.shape[1] - len(ids) == most < wanted:
             console(stderr=True).print(f"the text ends where the model's {self._positions} positions end")
-        text = str(self.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True))
-        return text.partition(end)[0] if end else text
+        return _before(str(self.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)), ends)
+
+
+def _before(text: str, ends: Sequence[str]) -> str:
+    """Return a text up to the first of some texts that occur in it."""
+    return text[: min((place for end in ends if (place := text.find(end)) >= 0), default=len(text))]
+
+
+def _begun_end(text: str, ends: Sequence[str]) -> int:
+    """Return the most characters at the end of a text with which one of some texts begins."""
+    sizes = (size for end in ends for size in range(1, len(end)) if text.endswith(end[:size]))
+    return max(sizes, default=0)
 
 
 def _to_file(

@@ -57,8 +57,10 @@ def read_config(file: Path) -> Any:
     where = f"--peft {file}"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{where}: cannot be read as JSON ({error})") from error
+    except OSError as error:
+        raise UsageError(f"{where}: cannot be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise UsageError(f"{where}: not JSON ({error})") from error
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
         raise UsageError(f'{where}: give an object with "peft_type", such as {{"peft_type": "IA3"}}')
     if values.setdefault("task_type", "CAUSAL_LM") != "CAUSAL_LM":

@@ -68,7 +68,7 @@ def main() -> None:
     import runpy
 
     sys.argv[0] = "symbiosis"
-    runpy.run_module("symbiosis.cli.main", run_name="__main__", alter_sys=True)
+    runpy.run_module("symbiosis.__main__", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

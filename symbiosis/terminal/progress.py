@@ -18,7 +18,8 @@ class Steps:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bars: dict[str, TaskID] = {}
-        self._printed: dict[str, float] = {}
+        self._printed: dict[str, tuple[float, str]] = {}
+        """When a line about a task was last printed, in seconds, and this line."""
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=32),
@@ -43,7 +44,8 @@ class Steps:
                 self._bars[task] = self._progress.add_task(escape(task), total=total, note="")
             self._progress.update(self._bars[task], completed=done, total=total, note=escape(note))
             return
-        now = time.monotonic()
-        if done == total or now - self._printed.get(task, now - QUIET_S) >= QUIET_S:
-            self._printed[task] = now
-            self._console.print(escape(f"{task}: {done}/{total} {note}".rstrip()), soft_wrap=True)
+        now, text = time.monotonic(), f"{task}: {done}/{total} {note}".rstrip()
+        before, printed = self._printed.get(task, (now - QUIET_S, ""))
+        if text != printed and (done == total or now - before >= QUIET_S):
+            self._printed[task] = now, text
+            self._console.print(escape(text), soft_wrap=True)

@@ -210,7 +210,13 @@ class BlockingChannel(SynchronousChannel):
         conversation.lost(error)
         self._connection.close()
         conversation.check_open()
-        log.warning("executor lost", address=conversation.address, client=self.client, why=str(error))
+        log.warning(
+            "executor lost; trying to join again",
+            within_s=conversation.retry_s,
+            address=conversation.address,
+            client=self.client,
+            why=str(error),
+        )
 
     def _interrupted(self) -> None:
         self._conversation.interrupted()

@@ -175,7 +175,13 @@ class AsyncChannel:
             self._finish()
             return
         why = str(self._conversation.error)
-        log.warning("executor lost", address=self._conversation.address, client=self.client, why=why)
+        log.warning(
+            "executor lost; trying to join again",
+            within_s=self._conversation.retry_s,
+            address=self._conversation.address,
+            client=self.client,
+            why=why,
+        )
         self._join_again()
 
     def _join_again(self) -> None:

@@ -19,9 +19,9 @@ import typer
 from typer.testing import CliRunner
 
 import symbiosis
+from symbiosis.__main__ import main
 from symbiosis.bench.report import Report
 from symbiosis.cli.commands import app
-from symbiosis.cli.main import main
 from symbiosis.core import registry
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import CommandGroup, write_json
@@ -61,7 +61,7 @@ def test_help_needs_no_torch() -> None:
 
 def run(*command: str, folder: Path, within_s: float = 100) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "symbiosis.cli.main", *command],
+        [sys.executable, "-m", "symbiosis", *command],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -272,7 +272,7 @@ def test_a_full_disk_is_one_line(runner: CliRunner) -> None:
 def test_a_full_disk_under_the_output_is_one_line(arguments: list[str]) -> None:
     with open("/dev/full", "wb") as full:  # noqa: PTH123
         done = subprocess.run(
-            [sys.executable, "-m", "symbiosis.cli.main", *arguments],
+            [sys.executable, "-m", "symbiosis", *arguments],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

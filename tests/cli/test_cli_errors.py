@@ -89,7 +89,7 @@ def load(*_, **__):
     print("loading", flush=True)
     time.sleep(60)
 host.Executor.from_pretrained = load
-from symbiosis.cli.main import main
+from symbiosis.__main__ import main
 sys.argv = ["symbiosis", "serve", "model", "--listen", "shm:///nowhere.sock"]
 main()
 """
@@ -116,7 +116,7 @@ class Interrupt:
         if name == "typer":
             raise KeyboardInterrupt
 sys.meta_path.insert(0, Interrupt())
-from symbiosis.cli.main import main
+from symbiosis.__main__ import main
 main()
 """
 

@@ -115,6 +115,17 @@ def test_conversations_of_sharegpt(tmp_path: Path) -> None:
         read_records(write(tmp_path, {"conversations": [{"from": [], "value": ""}]}))
 
 
+def test_roles_that_no_model_knows_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = [{"role": "asistant", "content": "typo"}, {"role": "martian", "content": "o"}] * 2
+    file = write(tmp_path, {"messages": [*CHAT, odd[0]]}, {"messages": [*CHAT, *odd[1:3]]})
+    assert len(read_records(file)) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "nothing is learned from 2 messages with the role 'asistant'; is it misspelled?" in said
+    assert "from 1 message with the role 'martian'" in said
+    read_records(write(tmp_path, {"messages": CHAT}))
+    assert not capsys.readouterr().err
+
+
 def test_prompts_and_completions_may_be_messages(tmp_path: Path) -> None:
     """TRL's conversational form: only what the assistant says in the completion counts in the loss."""
     record = {"prompt": CHAT[:4], "completion": CHAT[4:]}

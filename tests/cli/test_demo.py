@@ -270,7 +270,7 @@ def test_ctrl_c_while_tenants_work(tmp_path: Path) -> None:
 from symbiosis.cli.demo import base_model, jobs
 base_model.CONFIG.update({TINY!r})
 base_model.STEPS, jobs.STEPS, jobs.NEW_TOKENS = 2, 3000, 4
-from symbiosis.cli.main import main
+from symbiosis.__main__ import main
 main()
 """
     command = [sys.executable, "-c", code, "demo", "--output", str(tmp_path)]

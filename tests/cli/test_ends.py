@@ -232,7 +232,7 @@ def start(*arguments: str, stdout: int | None = None, stderr: int = subprocess.P
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "symbiosis.cli.main", *arguments],
+            [sys.executable, "-W", "ignore", "-m", "symbiosis", *arguments],
             stdout=stdout,
             stderr=stderr,
             text=True,

@@ -69,7 +69,7 @@ def test_a_stopped_run_resumes_as_if_nothing_had_happened(service: Service, data
     more = "--steps", 40, "--schedule", "cosine", "--warmup", 0.1, "--weight-decay", 0.01
     assert command(*options(service, data, whole, *more)).exit_code == 0
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "symbiosis.cli.main", *options(service, data, halted, *more)],
+        [sys.executable, "-W", "ignore", "-m", "symbiosis", *options(service, data, halted, *more)],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -183,7 +183,7 @@ def test_short_options_of_other_methods(
         (["--validation", "1.5"], "more than 0 and less than 1"),
         (["--validation", "0.001"], "that is 0 of the 24 records"),
         (["--validation", "absent.jsonl"], "cannot be read"),
-        (["--peft", "absent.json"], "cannot be read as JSON"),
+        (["--peft", "absent.json"], "cannot be read (No such file"),
         (["--resume"], "there is no run in"),
         (["--lora", "targets=absent"], "the model has no module called absent"),
         (["--lora", "targets=q_proj+v_porj"], "the model has no module called v_porj"),

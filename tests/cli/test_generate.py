@@ -73,9 +73,48 @@ def test_many_prompts_go_to_a_file(service: Service, adapter: Path, tmp_path: Pa
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "thing 0"}), encoding="utf-8")
     done = command(
         *("generate", service.address, "--adapter", str(adapter), "--prompts", str(tmp_path / "prompts.jsonl")),
-        *("--max-new-tokens", "9", "--stop", "re"),
+        *("--max-new-tokens", "9", "--stop", "ed"),
     )
-    assert done.stdout.strip() == "re"
+    assert done.stdout == "r\n"
+    done = command(
+        *("generate", service.address, "--adapter", str(adapter), "--prompt", "thing 0", "--output", "-"),
+        *("--max-new-tokens", "9", "--stop", "x", "--stop", "d"),
+    )
+    assert json.loads(done.stdout)["completion"] == "re"
+
+
+@pytest.mark.parametrize(
+    ("parts", "shown"),
+    [
+        (["a b", " c", "END", "x"], "a b c"),
+        (["a E", "N", "Dx", " y"], "a "),
+        (["a E", "N", " b"], "a EN b"),
+        (["a ", "EN"], "a EN"),
+        (["a sto", "p b", "END"], "a "),
+    ],
+)
+def test_what_is_printed_ends_before_a_stop_string(parts: list[str], shown: str, capsys: Any) -> None:
+    class Model:
+        generation_config = SimpleNamespace(eos_token_id=None)
+
+        def generate(self, input_ids: torch.Tensor, streamer: Any, **others: Any) -> torch.Tensor:
+            for part in parts:
+                streamer.on_finalized_text(part)
+            streamer.on_finalized_text("", stream_end=True)
+            return torch.zeros(1, 2, dtype=torch.int64)
+
+    class Tokenizer:
+        pad_token_id, eos_token_id = 0, None
+
+        def __call__(self, *_: Any, **others: Any) -> dict[str, list[int]]:
+            return {"input_ids": []}
+
+        def decode(self, *_: Any, **others: Any) -> str:
+            return "".join(parts)
+
+    options = {"max_new_tokens": 9, "stop_strings": ["END", "stop"]}
+    assert generate._Writer(Model(), Tokenizer(), None, options, "").write([1], shown=True) == shown
+    assert capsys.readouterr().out == f"{shown}\n"
 
 
 def test_texts_go_to_standard_output_as_json_lines(service: Service) -> None:
@@ -101,7 +140,7 @@ def test_empty_lines_of_prompts_are_told(service: Service, tmp_path: Path) -> No
 def test_prompts_from_standard_input(service: Service) -> None:
     given = "generate", service.address, "--prompts", "-", "--output", "-", "--max-new-tokens", "1"
     done = subprocess.run(
-        [sys.executable, "-m", "symbiosis.cli.main", *given],
+        [sys.executable, "-m", "symbiosis", *given],
         input="thing\nother\n",
         capture_output=True,
         text=True,

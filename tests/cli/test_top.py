@@ -20,7 +20,7 @@ import symbiosis
 from tests.helpers import command, losses
 from tests.service import Service, save_model
 
-TOP = [sys.executable, "-m", "symbiosis.cli.main", "top"]
+TOP = [sys.executable, "-m", "symbiosis", "top"]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-COMMAND = [sys.executable, "-m", "symbiosis.cli.main"]
+COMMAND = [sys.executable, "-m", "symbiosis"]
 COMMAND_S = 240.0
 """Seconds for one command. Two executors that start beside other tests on two cores have taken more than 120."""
 

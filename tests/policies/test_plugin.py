@@ -40,7 +40,7 @@ def search_path(installed: Path) -> str:
 
 def symbiosis(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "symbiosis.cli.main", *arguments],
+        [sys.executable, "-m", "symbiosis", *arguments],
         env={**os.environ, "PYTHONPATH": search_path(installed), "COLUMNS": "200"},
         capture_output=True,
         text=True,

@@ -487,7 +487,7 @@ async def test_pads_in_a_folder_over_clients_and_executors(base: Any, tmp_path: 
 
 def run(*command: str, within_s: float = 100) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "symbiosis.cli.main", *command],
+        [sys.executable, "-m", "symbiosis", *command],
         capture_output=True,
         text=True,
         timeout=within_s,
