@@ -22,7 +22,7 @@ from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.errors import SplitError
 from symbiosis.executor import experts, quantized
 from symbiosis.executor.fp32_products import norms, times, times_transposed
-from symbiosis.executor.packing import PackedWeight, plain
+from symbiosis.executor.packing import PackedWeight, linear, plain
 
 
 class BaseLayer(ABC):
@@ -87,7 +87,7 @@ class LinearLayer(BaseLayer):
     def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
         (x,) = tensors
         weight, added = self._parameters["weight"], self._parameters["bias"] if bias else None
-        return _plus(times_transposed(x, plain(weight)), added) if fp32 else F.linear(x, weight, added)
+        return _plus(times_transposed(x, plain(weight)), added) if fp32 else linear(x, weight, added)
 
     def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]:
         (dy,) = tensors

@@ -94,10 +94,7 @@ class PackedWeight(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.linear and not kwargs and isinstance(args[1], PackedWeight):
-            x, weight, bias = args if len(args) == 3 else (*args, None)
-            if not _plain_needed(x, weight, bias):
-                return _multiply(x, weight._forms.packed, bias)
-            return F.linear(x, weight.plain(), bias)
+            return linear(*args)
         if func is torch.Tensor.__setitem__ and isinstance(args[0], PackedWeight):
             raise _refusal("assignment to a part")
         with torch._C.DisableTorchFunctionSubclass():  # its default would make results PackedWeights
@@ -122,10 +119,16 @@ def _unpacked(value: Any) -> Any:
     return value._forms.unpacked() if isinstance(value, PackedWeight) else value
 
 
-def _plain_needed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return whether a product needs autograd or a conversion, or has no rows."""
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return what ``F.linear`` returns. With a packed weight, that would come here through Python twice."""
+    if not isinstance(weight, PackedWeight):
+        return F.linear(x, weight, bias)
+    packed = weight._forms.packed
+    # Autograd, conversions and products without rows need the usual layout.
     gradients = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    return gradients or x.dtype is not weight.dtype or torch.is_autocast_enabled("cpu") or not x.numel()
+    if gradients or x.dtype is not packed.dtype or torch.is_autocast_enabled("cpu") or not x.numel():
+        return F.linear(x, weight.plain(), bias)
+    return _multiply(x, packed, bias)
 
 
 def _multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
