@@ -178,6 +178,7 @@ async def tenant_processes(
 
 def _serve(preset: str, address: str, policy: str, base_layers: str, shards: str, layers: str, packed: str) -> None:
     import torch
+    import transformers
 
     from symbiosis import Executor
     from symbiosis.bench.models import PRESETS, build
@@ -189,6 +190,7 @@ def _serve(preset: str, address: str, policy: str, base_layers: str, shards: str
         options: dict[str, Any] = {"policy": recorder or policy, "base_layers": base_layers, "layers": layers or None}
         options["packed"] = packed == "True"
         if int(shards) > 1:
+            transformers.utils.logging.disable_progress_bar()
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
                 del model

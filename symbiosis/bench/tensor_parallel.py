@@ -58,9 +58,11 @@ async def tensor_parallel(preset: str) -> AsyncIterator[TensorParallel]:
     The job has a LoRA on the query and value projections: PEFT's LoRA on the output projection fails under ``tp_plan``.
     """
     import torch
+    from transformers.utils import logging
 
     from symbiosis.bench.models import PRESETS, build
 
+    logging.disable_progress_bar()
     pipe = asyncio.subprocess.PIPE
     with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
         build(PRESETS[preset], torch.device("cpu")).save_pretrained(folder)

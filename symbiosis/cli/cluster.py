@@ -69,9 +69,11 @@ def up(
 
     plan = read_plan(config)
     with _cluster(ray) as cluster:
+        from symbiosis.cluster import running
+
         cluster.up(plan, within)
         for model in plan.models:
-            console().print(f"{model.name}: {escape(cluster.url(plan, model.name))}", soft_wrap=True)
+            console().print(f"{model.name}: {escape(running.url(plan, model.name))}", soft_wrap=True)
 
 
 @app.command()
@@ -83,8 +85,10 @@ def status(
 
     Example: symbiosis cluster status --json
     """
-    with _cluster(ray) as cluster:
-        state = cluster.status()
+    with _cluster(ray):
+        from symbiosis.cluster import running
+
+        state = running.status()
     if json:
         typer.echo(json_module.dumps(state))
     executors = [each for model in state["models"].values() for each in model["executors"]]

@@ -18,24 +18,17 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from symbiosis.cluster.directory import FRESH_S, DirectoryActor
+from symbiosis.cluster import running
+from symbiosis.cluster.directory import DirectoryActor
 from symbiosis.cluster.executor import DRAIN_S, ExecutorActor
 from symbiosis.cluster.plan import ClusterPlan, ExecutorId, Model, changes, selectors
 from symbiosis.errors import BrokenError, UsageError
 
 NAMESPACE = "symbiosis"
-DIRECTORY = "directory"
-HEAD = {"node:__internal_head__": 0.001}
-"""The directory is on the node without which there is no Ray."""
 CONNECT_S = 10.0
 """Seconds for Ray to accept a connection."""
 PLACE_S = 10.0
 """Seconds for Ray to find a node for an executor."""
-ANSWER_S = 30.0
-"""Seconds for the directory to answer. It may be starting again."""
-
-_WAITING = {"state": "waiting", "address": "", "pid": None, "node": "", "error": ""}
-"""What is shown of an executor that has not reported yet: Ray has no node for it, or starts it."""
 
 Told = Callable[[str], object]
 
@@ -68,63 +61,6 @@ class ClusterManager:
         """Disconnect from Ray. What was started goes on."""
         ray.shutdown()
 
-    # ------------------------------------------------------------------------------------------------ what there is
-
-    def _directory(self) -> Any:
-        try:
-            return ray.get_actor(DIRECTORY)
-        except ValueError as error:
-            raise UsageError("no symbiosis cluster is up on this Ray; symbiosis cluster up starts one") from error
-
-    def _asked(self, method: str, *arguments: Any) -> Any:
-        """Return what a method of the directory returns. It may be about to start again."""
-        directory, until = self._directory(), time.monotonic() + ANSWER_S
-        while True:
-            try:
-                return ray.get(getattr(directory, method).remote(*arguments), timeout=ANSWER_S)
-            except RayError as error:
-                if time.monotonic() > until:
-                    raise BrokenError(f"the directory of the cluster does not answer: {error}") from error
-                time.sleep(0.5)
-
-    def places(self) -> list[ExecutorId]:
-        """Return all executors, those included that wait for a node."""
-        return sorted(filter(None, map(ExecutorId.of, ray.util.list_named_actors())))
-
-    def status(self) -> dict[str, Any]:
-        """Return the address and the executors of each model."""
-        plan, reports, away = self._asked("plan"), self._asked("reports"), self._asked("away", [], [])
-        names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
-        states: dict[str, Any] = {}
-        for model in plan.models:
-            executors = []
-            for place in self.places():
-                if place.model == model.name:
-                    report = reports.get(str(place), dict(_WAITING))
-                    lost = report.get("age_s", 0.0) > FRESH_S
-                    executors.append(
-                        {
-                            "name": str(place),
-                            "layers": model.parts[place.part] if model.parts else "all",
-                            "state": "lost" if lost else report["state"],
-                            "node": names.get(report["node"], ""),
-                            "node_id": report["node"],
-                            "pid": report["pid"],
-                            "address": report["address"],
-                            "error": report["error"],
-                        }
-                    )
-            states[model.name] = {"address": self.url(plan, model.name), "executors": executors}
-        return {"models": states, "drained": sorted(away)}
-
-    def url(self, plan: ClusterPlan, model: str) -> str:
-        """Return the address of a model for tenants."""
-        head = next((node["NodeManagerAddress"] for node in ray.nodes() if set(HEAD) <= set(node["Resources"])), "")
-        host = head if plan.host in ("0.0.0.0", "::") and head else plan.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{plan.port}/{model}"
-
-    # ------------------------------------------------------------------------------------------------------ commands
-
     def up(self, plan: ClusterPlan, within_s: float) -> None:
         """Start the directory and all executors, and wait until they serve. Nothing is left if one cannot.
 
@@ -132,20 +68,26 @@ class ClusterManager:
             UsageError: a cluster is up, an executor has no room, or cannot serve.
         """
         with contextlib.suppress(ValueError):
-            ray.get_actor(DIRECTORY)
+            ray.get_actor(running.DIRECTORY)
             raise UsageError("a symbiosis cluster is up on this Ray; change it with scale, or end it with down first")
-        options = {"name": DIRECTORY, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0, "resources": HEAD}
+        options = {
+            "name": running.DIRECTORY,
+            "lifetime": "detached",
+            "max_restarts": -1,
+            "num_cpus": 0,
+            "resources": running.HEAD,
+        }
         directory = ray.remote(DirectoryActor).options(**options).remote(plan)
         try:
             try:
-                ray.get(directory.plan.remote(), timeout=ANSWER_S)
+                ray.get(directory.plan.remote(), timeout=running.ANSWER_S)
             except RayError as error:
                 why = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
                 raise UsageError(f"cannot listen on {plan.host}:{plan.port} of the head node: {why}") from error
             started = [place for model in plan.models for place in changes(model, model.replicas, ())[0]]
             self._start(plan, started, within_s)
         except BaseException:
-            self._remove(self.places(), drain=False)
+            self._remove(running.places(), drain=False)
             ray.kill(directory)
             raise
 
@@ -155,8 +97,8 @@ class ClusterManager:
         Raises:
             UsageError: there is no such model, or a new executor has no room, or cannot serve. Then nothing changes.
         """
-        plan = self._asked("plan")
-        start, end = changes(_model(plan, name), replicas, self.places())
+        plan = running.asked("plan")
+        start, end = changes(_model(plan, name), replicas, running.places())
         self._start(plan, start, within_s)
         self._remove(end)
 
@@ -169,32 +111,30 @@ class ClusterManager:
         Raises:
             UsageError: there is no such node, or an executor has no room elsewhere. Then nothing changes.
         """
-        plan, (found, name) = self._asked("plan"), _node(node)
-        reports = self._asked("reports")
-        leave = [place for place in self.places() if reports.get(str(place), {}).get("node") == found]
-        self._asked("away", [found], [])
+        plan, (found, name) = running.asked("plan"), _node(node)
+        reports = running.asked("reports")
+        leave = [place for place in running.places() if reports.get(str(place), {}).get("node") == found]
+        running.asked("away", [found], [])
         try:
-            present, start = self.places(), []
+            present, start = running.places(), []
             for place in leave:
                 stay = [each for each in present if (each.model, each.part) == (place.model, place.part)]
                 start.append(place._replace(number=1 + max(each.number for each in stay)))
                 present.append(start[-1])
             self._start(plan, start, within_s)
         except BaseException:
-            self._asked("away", [], [found])
+            running.asked("away", [], [found])
             raise
         self._remove(leave)
         self._tell(f"{name} has no executors, and gets none until its Ray is started again")
 
     def down(self) -> None:
         """End all executors, when their walks have ended, and the directory."""
-        places = self.places()
-        directory = None if places else self._directory()
+        places = running.places()
+        directory = None if places else running.directory()
         self._remove(places)
         with contextlib.suppress(UsageError):
-            ray.kill(directory or self._directory())
-
-    # --------------------------------------------------------------------------------------------------------- steps
+            ray.kill(directory or running.directory())
 
     def _start(self, plan: ClusterPlan, places: Sequence[ExecutorId], within_s: float) -> None:
         """Start executors, and wait until they serve. Ends them again if one of them cannot."""
@@ -210,9 +150,9 @@ class ClusterManager:
             raise
 
     def _place(self, model: Model, place: ExecutorId) -> None:
-        same = [each for each in self.places() if (each.model, each.part) == (place.model, place.part)]
+        same = [each for each in running.places() if (each.model, each.part) == (place.model, place.part)]
         beside = filter(None, map(_reserved, same))
-        for selector in selectors(model, self._asked("away", [], []), beside, _fitting(model)):
+        for selector in selectors(model, running.asked("away", [], []), beside, _fitting(model)):
             group: Any = placement_group(
                 [dict(model.resources)],
                 name=str(place),
@@ -235,7 +175,7 @@ class ClusterManager:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0),
         }
         command = model.command(place.part)
-        ray.remote(ExecutorActor).options(**options).remote(str(place), model.name, command, self._directory())
+        ray.remote(ExecutorActor).options(**options).remote(str(place), model.name, command, running.directory())
 
     def _states(self, places: Sequence[ExecutorId], within_s: float) -> Iterator[str]:
         """Yield a line for each executor that serves, until all do.
@@ -246,7 +186,7 @@ class ClusterManager:
         """
         left, until = list(map(str, places)), time.monotonic() + within_s
         while left:
-            reports: Mapping[str, Any] = self._asked("reports")
+            reports: Mapping[str, Any] = running.asked("reports")
             for name in list(left):
                 report = reports.get(name, {})
                 if report.get("state") == "failed":
@@ -262,7 +202,7 @@ class ClusterManager:
         """End executors, and free what is reserved for them."""
         names = list(map(str, places))
         with contextlib.suppress(UsageError, BrokenError):  # without the directory, no tenant gets these addresses
-            self._asked("forget", names) if names else None
+            running.asked("forget", names) if names else None
         actors = {}
         for name in names:
             with contextlib.suppress(ValueError):
