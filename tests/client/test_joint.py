@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -23,8 +24,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import symbiosis
 from symbiosis import Client, Executor
 from symbiosis.client.joint.attention import JointError
+from symbiosis.client.joint.turn import Turn
 from symbiosis.core.terms import JOINT, Kind
-from symbiosis.errors import RefusedError, UsageError
+from symbiosis.errors import ExecutorClosedError, RefusedError, UsageError
 from symbiosis.policies import Fair, NoLockstep, RateLimit
 from symbiosis.testing import tiny_model
 from tests.helpers import LOGITS, ia3, lora, prefix, until
@@ -473,6 +475,19 @@ async def test_the_executor_closes_in_the_middle() -> None:
         await executor.close()
         errors = await asyncio.gather(*texts, return_exceptions=True)
     assert all("was shut down" in str(error) for error in errors), errors
+
+
+async def test_tokens_that_come_after_the_end_end_at_once() -> None:
+    turn, loop = Turn(lambda steps: None), asyncio.get_running_loop()
+    steps: list[Any] = [SimpleNamespace(reply=loop.create_future(), structure=(), alone="") for _ in range(3)]
+    turn.arrive(steps[0])
+    turn.close(ExecutorClosedError("it was shut down"))
+    for step in steps[1:]:
+        turn.arrive(step)
+    for step in steps:
+        with pytest.raises(ExecutorClosedError):
+            await asyncio.wait_for(step.reply, 1)
+    assert len({id(step.reply.exception()) for step in steps}) == 3, "each client has an error of its own"
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -28,7 +28,7 @@ from symbiosis.client.joint.entry import Inputs, enter, leave, one_token, why_al
 from symbiosis.client.joint.model import JointModel
 from symbiosis.client.joint.reading import Reading
 from symbiosis.client.joint.stacks import Slot, Stacks, give_back
-from symbiosis.client.joint.turn import Turn
+from symbiosis.client.joint.turn import Turn, copied
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.waiting import ClientThread, LoopWaiter
@@ -270,7 +270,7 @@ class JointDecoder:
         except BaseException as error:
             for step in steps:
                 if not step.reply.done():
-                    step.reply.set_exception(_copy(error))
+                    step.reply.set_exception(copied(error))
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -350,9 +350,10 @@ class JointDecoder:
 
     async def close(self, error: BaseException) -> None:
         """End the walk under way, and leave the executor. Clients that wait get ``error``."""
-        for step in [*self.turn.close(), *self._walking]:
+        self.turn.close(error)
+        for step in self._walking:
             if not step.reply.done():
-                step.reply.set_exception(_copy(error))
+                step.reply.set_exception(copied(error))
         task = self._task
         if task is not None:
             task.cancel()
@@ -371,15 +372,3 @@ def _give(outputs: Iterable[tuple[Any, Any]]) -> None:
             step.reply.set_exception(output)
         else:
             step.reply.set_result(output)
-
-
-def _copy(error: BaseException) -> BaseException:
-    """Return a copy of an error for one of several clients."""
-    if isinstance(error, asyncio.CancelledError):
-        return asyncio.CancelledError()
-    try:
-        copied = type(error)(*error.args)
-    except Exception:  # noqa: BLE001 (an error class may take other arguments)
-        copied = RuntimeError(str(error))
-    copied.__cause__ = error.__cause__
-    return copied

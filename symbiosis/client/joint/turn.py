@@ -26,6 +26,7 @@ class Turn:
         self._under_way = 0
         """Walks under way, joint or not."""
         self._start: asyncio.Handle | None = None
+        self._closed: BaseException | None = None
 
     def began(self) -> None:
         """Note that a walk has begun."""
@@ -37,7 +38,10 @@ class Turn:
         self._start_soon()
 
     def arrive(self, step: Step) -> None:
-        """Have a client wait for its next token."""
+        """Have a client wait for its next token. After :meth:`close`, its wait ends at once."""
+        if self._closed is not None:
+            step.reply.set_exception(copied(self._closed))
+            return
         self._waiting.append(step)
         self._start_soon()
 
@@ -56,11 +60,14 @@ class Turn:
                 step.alone = why
                 step.reply.set_result(None)
 
-    def close(self) -> Sequence[Step]:
-        """Begin no further token. Return the steps that wait."""
+    def close(self, error: BaseException) -> None:
+        """Begin no further token. Clients that wait, or come later, get ``error``."""
+        self._closed = error
         if self._start is not None:
             self._start.cancel()
-        return self._waiting
+        for step in self._waiting:
+            if not step.reply.done():
+                step.reply.set_exception(copied(error))
 
     def _start_soon(self) -> None:
         if self._waiting and not self._under_way and self._start is None:
@@ -78,3 +85,15 @@ class Turn:
         if steps:
             self.began()
             self._together(steps)
+
+
+def copied(error: BaseException) -> BaseException:
+    """Return a copy of an error for one of several clients."""
+    if isinstance(error, asyncio.CancelledError):
+        return asyncio.CancelledError()
+    try:
+        copied = type(error)(*error.args)
+    except Exception:  # noqa: BLE001 (an error class may take other arguments)
+        copied = RuntimeError(str(error))
+    copied.__cause__ = error.__cause__
+    return copied
