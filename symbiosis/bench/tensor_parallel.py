@@ -80,9 +80,9 @@ async def tensor_parallel(preset: str) -> AsyncIterator[TensorParallel]:
             await job.decode()
             yield job
         finally:
-            for process in processes:
-                assert process.stdin is not None
-                process.stdin.close()
+            for process in processes:  # one whose peer has ended would wait for it
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
             await asyncio.gather(*(process.wait() for process in processes))
 
 
@@ -107,7 +107,6 @@ def _main(preset: str, folder: str, rank: str) -> None:
         seconds = asyncio.run(job.decode() if line == "decode\n" else job.train())
         sys.stdout.write(f"{seconds}\n")
         sys.stdout.flush()
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -108,16 +108,17 @@ class ShmListener(StreamListener["ShmLine"]):
         self.service.share()
         self._path = socket_path(self.address)
         listening = _bind(self._path, self.address)
-        self._inode = self._path.stat().st_ino
         await self._accept(listening, self.address, asyncio.get_running_loop().create_unix_server, ShmLine)
+        self._inode = self._path.stat().st_ino
         log.info("listening", address=self.address)
 
     async def close(self) -> None:
-        if self._server is not None:
+        was_open = self._server is not None
+        await super().close()
+        if was_open:
             with contextlib.suppress(FileNotFoundError):
                 if self._path.stat().st_ino == self._inode:
                     self._path.unlink()
-        await super().close()
 
 
 def _bind(path: Path, address: str) -> socket.socket:
