@@ -92,8 +92,8 @@ def copied(error: BaseException) -> BaseException:
     if isinstance(error, asyncio.CancelledError):
         return asyncio.CancelledError()
     try:
-        copied = type(error)(*error.args)
+        copy = type(error)(*error.args)
     except Exception:  # noqa: BLE001 (an error class may take other arguments)
-        copied = RuntimeError(str(error))
-    copied.__cause__ = error.__cause__
-    return copied
+        copy = RuntimeError(str(error))
+    copy.__cause__ = error.__cause__
+    return copy
