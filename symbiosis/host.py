@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from symbiosis.core.terms import JOINT, Kind, Terms
 from symbiosis.core.transport import Channel, Listener
 from symbiosis.errors import ExecutorClosedError, SymbiosisError, UsageError
 from symbiosis.executor.allocator import return_freed
+from symbiosis.executor.choosing import check_names
 from symbiosis.executor.engine import Engine, now
 from symbiosis.executor.launch import Launch
 from symbiosis.executor.loaded import Loaded, settings
@@ -179,8 +181,14 @@ class Executor:
         """
         _check(device, max_rows, max_bytes, joint, model_name)
         policy = make_policy(policy)
-        partly = layers is not None
-        loaded = Loaded.from_pretrained(model, model_class, device, dtype, options, partly=partly, shards=shards)
+        named = (base_layers, layers, allow_weights) != ("linear", None, ())
+        check = partial(check_names, base_layers=base_layers, layers=layers, allow_weights=allow_weights)
+        loaded = Loaded.from_pretrained(
+            *(model, model_class, device, dtype, options),
+            check=check if named else None,
+            partly=layers is not None,
+            shards=shards,
+        )
         try:
             return cls(
                 loaded,

@@ -21,7 +21,7 @@ import torch
 from torch import distributed
 
 from symbiosis.errors import ShardLostError, SymbiosisError, UsageError
-from symbiosis.executor.loading import load_model
+from symbiosis.executor.loading import Check, load_model
 from symbiosis.executor.shard_group import MEET_WITHIN_S, ShardGroup, make_memory, map_memory
 from symbiosis.executor.splitting import SplitModel
 
@@ -52,10 +52,10 @@ class ShardSettings:
     dtype: str | None
     device: str
 
-    def load(self) -> Any:
+    def load(self, check: Check | None = None) -> Any:
         """Return the whole model, mapped from its files where they have this precision."""
         module, _, name = (self.model_class or "").rpartition(".")
-        return load_model(self.model, getattr(import_module(module), name) if module else None, **self.options)
+        return load_model(self.model, getattr(import_module(module), name) if module else None, check, **self.options)
 
     def device_of(self, rank: int) -> torch.device:
         """Return a shard's device: the GPU of its number on this host, where none is named."""

@@ -13,7 +13,7 @@ from torch import nn
 from symbiosis.core.share import dtype_name
 from symbiosis.errors import UsageError
 from symbiosis.executor.launch import Launch, ShardSettings
-from symbiosis.executor.loading import dtype_of, load_model
+from symbiosis.executor.loading import Check, dtype_of, load_model
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Loaded:
         dtype: torch.dtype | str | None,
         options: dict[str, Any],
         *,
+        check: Check | None,
         partly: bool,
         shards: int,
     ) -> Loaded:
@@ -58,6 +59,7 @@ class Loaded:
 
         Args:
             source, model_class, device, dtype, options: as for :meth:`symbiosis.Executor.from_pretrained`.
+            check: raises what makes it useless to load the weights.
             partly: whether some of the base layers are served elsewhere. Then nothing is converted before they have
                 been taken out, so that their weights are never read.
             shards: number of shards.
@@ -69,11 +71,11 @@ class Loaded:
         if shards == 1:
             if dtype is not None and not partly:
                 options, named = {**options, "dtype": named or dtype}, None
-            return cls(load_model(source, model_class, **options), device, named, source)
+            return cls(load_model(source, model_class, check, **options), device, named, source)
         launch = Launch(shards, settings(source, model_class, device, dtype, options))
         if launch.rank:
             raise UsageError("this is not the first process of torchrun; call Executor.run_shard here")
-        return cls(launch.settings.load(), launch.settings.device_of(0), named, source, launch)
+        return cls(launch.settings.load(check), launch.settings.device_of(0), named, source, launch)
 
     def close(self) -> None:
         """End the other shards."""

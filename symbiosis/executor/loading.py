@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from symbiosis.errors import UsageError
 from symbiosis.log import get_logger
@@ -17,12 +19,19 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """What a model at a hub is called."""
 
 
-def load_model(model: str | Path, model_class: type[Any] | None = None, **options: Any) -> Any:
+Check = Callable[[nn.Module], object]
+"""Is called with a model on the meta device before its weights are loaded, and may raise."""
+
+
+def load_model(
+    model: str | Path, model_class: type[Any] | None = None, check: Check | None = None, **options: Any
+) -> Any:
     """Return the model in a folder or at a hub id.
 
     Args:
         model: folder or hub id.
         model_class: class to load it with; by default the class that its configuration names.
+        check: raises what makes it useless to load the weights.
         **options: arguments of the class's ``from_pretrained``.
 
     Raises:
@@ -45,8 +54,14 @@ def load_model(model: str | Path, model_class: type[Any] | None = None, **option
     else:
         log.info("no folder of this name, so it is a hub id", model=str(model))
     try:
-        if model_class is None:
-            model_class = class_of(transformers.AutoConfig.from_pretrained(model, **_config_options(options)))
+        if model_class is None or check is not None:
+            config = transformers.AutoConfig.from_pretrained(model, **_config_options(options))
+            model_class = model_class or class_of(config)
+            if check is not None:
+                trust = {"trust_remote_code": options["trust_remote_code"]}
+                with torch.device("meta"):
+                    automatic = hasattr(model_class, "from_config")
+                    check(model_class.from_config(config, **trust) if automatic else model_class(config))
         return model_class.from_pretrained(model, **options)
     except ValueError as error:
         if "trust_remote_code" not in str(error):

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from symbiosis.executor.choosing import HEADS
 from symbiosis.executor.quantized import size_of
 from symbiosis.executor.share import client_side
-from symbiosis.executor.splitting import HEADS, SplitModel
+from symbiosis.executor.splitting import SplitModel
 
 SMALL_BYTES = 64 << 10
 """Largest size in bytes of a weight that may always leave the executor."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,26 +13,17 @@ from torch import nn
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import Resident, block_of
 from symbiosis.errors import SplitError, UsageError
-from symbiosis.executor.experts import is_bank
+from symbiosis.executor.choosing import NOT_CHOSEN, allowed_of, choose, served_of
 from symbiosis.executor.fingerprint import layer_fingerprints
-from symbiosis.executor.layers import BaseLayer, base_layer, is_linear
+from symbiosis.executor.layers import BaseLayer, base_layer
 from symbiosis.executor.packing import PackedWeight, pack
 from symbiosis.executor.parts import part_of
 from symbiosis.executor.quantized import is_narrow, is_quantized
 
 log = logging.getLogger(__name__)
 
-MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "fc")
-"""Names that models of transformers give to the MLP of a block."""
-HEADS = ("score", "classifier", "qa_outputs")
-"""Ends of the names of heads that PEFT trains in full for classification and question answering."""
-
 Trial = Callable[[Resident], Mapping[str, str]]
 """Returns names of base layers that cannot be served, each with the reason."""
-
-
-NOT_CHOSEN = "it is not named in base_layers"
-"""Reason why a layer that could be served is not, where names or patterns choose the base layers."""
 
 
 class SplitModel:
@@ -95,7 +85,7 @@ class SplitModel:
             )
         self.model = model.requires_grad_(False).eval()
         (self.device,) = devices
-        chosen, self.left_out = _choose(model, base_layers)
+        chosen, self.left_out = choose(model, base_layers)
         self.layers = self._table(chosen, skip=base_layers in ("linear", "mlp"))
         if refused := trial(self.resident()):
             self.left_out |= refused
@@ -134,7 +124,8 @@ class SplitModel:
                 "modules is an nn.Linear, a transformers Conv1D or a bank of experts"
                 + ("" if base_layers == "linear" else f" that matches {base_layers!r}")
             )
-        self.allowed = {name for pattern in allow_weights for name in self._linear_named(pattern)}
+        plain = [layer.spec.name for layer in self.layers if layer.spec.linear and not is_quantized(layer.module)]
+        self.allowed = allowed_of(plain, allow_weights)
 
     def _keep(self, names: Iterable[str]) -> None:
         """Leave out all base layers but these."""
@@ -145,7 +136,7 @@ class SplitModel:
 
     def _serve_part(self, layers: str) -> None:
         """Keep the base layers of these blocks and names, and drop the weights of the others."""
-        served = _named(self.order, layers)
+        served = served_of(self.order, layers)
         if divided := {block_of(name) for name in served} & {block_of(name) for name in {*self.order} - served}:
             raise SplitError(f"layers: {layers!r} divides {min(divided)}; serve blocks whole")
         self.elsewhere = [(layer.spec, layer.module) for layer in self.layers if layer.spec.name not in served]
@@ -237,16 +228,6 @@ class SplitModel:
                     "fp8, with bitsandbytes' int8 or NF4, or without quantization"
                 )
 
-    def _linear_named(self, pattern: str) -> list[str]:
-        linear = [layer.spec.name for layer in self.layers if layer.spec.linear and not is_quantized(layer.module)]
-        found = fnmatch.filter(linear, pattern)
-        if not found:
-            shown = ", ".join(map(repr, linear[:3]))
-            raise SplitError(
-                f"allow_weights: {pattern!r} matches no linear base layer with a plain weight; names look like {shown}"
-            )
-        return found
-
     def _table(self, names: Sequence[str], *, skip: bool) -> list[BaseLayer]:
         """Return the base layers of these names. With ``skip``, leave out modules that cannot be base layers."""
         layers: list[BaseLayer] = []
@@ -291,77 +272,8 @@ class SplitModel:
         return Resident(self.model, [(layer.spec, layer.module) for layer in self.layers])
 
 
-def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the modules to serve, each object once, in the order in which the model defines them; and
-    those that are left out by rule or by the patterns, with the reason."""
-    modules = dict(model.named_modules())
-    linear = [name for name, module in modules.items() if is_linear(module)]
-    if base_layers in ("linear", "mlp"):
-        left_out = {name: why for name in linear if (why := _not_for_tenants(model, name))}
-        chosen = {name for name in linear if name not in left_out}
-        chosen |= {name for name, module in modules.items() if is_bank(module)}
-        if base_layers == "mlp":
-            chosen |= {name for name, module in modules.items() if _is_mlp(name, module)}
-        return [name for name in modules if name in chosen], left_out
-    several = base_layers if isinstance(base_layers, Iterable) else ()
-    patterns = [base_layers] if isinstance(base_layers, str) else list(several)
-    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise UsageError(
-            f"base_layers is {base_layers!r}; give 'linear', 'mlp', or one or more module names or patterns"
-        )
-    names = [name for name in modules if name]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise SplitError(
-                f"base_layers: no module matches {pattern!r}; module names look like {', '.join(map(repr, linear[:3]))}"
-            )
-    named = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-    others = {*linear, *(name for name, module in modules.items() if is_bank(module))}.difference(named)
-    return named, dict.fromkeys(others, NOT_CHOSEN)
-
-
-_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-
-
-def _named(names: Sequence[str], layers: str) -> set[str]:
-    """Return the names of base layers that a string such as ``"0-15,lm_head"`` stands for.
-
-    Raises:
-        UsageError: it is no string.
-        SplitError: a part of the string stands for none of them.
-    """
-    if not isinstance(layers, str):
-        raise UsageError(f"layers is {layers!r}; give a text such as '0-15,lm_head'")
-    found: set[str] = set()
-    numbers_of = {name: block_of(name).rpartition(".")[2] for name in names}
-    blocks = {name: int(number) for name, number in numbers_of.items() if number.isdecimal()}
-    largest, others = max(blocks.values(), default=-1), [name for name in names if name not in blocks]
-    there = f"there are blocks 0 to {largest}{f', and {chr(44).join(others[:5])}' if others else ''}"
-    for part in layers.split(","):
-        if numbers := _RANGE.fullmatch(part.strip()):
-            first, last = int(numbers[1]), int(numbers[2] or numbers[1])
-            if last > largest:
-                raise SplitError(f"layers: there is no block {last}; {there}")
-            mine = {name for name, block in blocks.items() if first <= block <= last}
-        else:
-            mine = set(fnmatch.filter(names, part.strip()))
-        if not mine:
-            raise SplitError(f"layers: no base layer belongs to {part.strip()!r}; {there}")
-        found |= mine
-    return found
-
-
 def _elements(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _not_for_tenants(model: nn.Module, name: str) -> str | None:
-    """Return why a linear layer is no base layer, or None."""
-    head = name.partition(".")[0]
-    parent = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
-    if isinstance(parent, nn.MultiheadAttention):
-        return "nn.MultiheadAttention reads its weight"
-    return f"the head {head} is the tenant's" if head.endswith(HEADS) else None
 
 
 def _is_quantized(tensor: torch.Tensor, known: bool) -> bool:
@@ -369,14 +281,3 @@ def _is_quantized(tensor: torch.Tensor, known: bool) -> bool:
     if hasattr(tensor, "__tensor_flatten__"):  # torchao's, which states the dtype of its rows
         return not isinstance(tensor, PackedWeight)
     return known and (tensor.dtype in (torch.int8, torch.uint8, torch.int32) or is_narrow(tensor))
-
-
-def _is_mlp(name: str, module: nn.Module) -> bool:
-    """Return whether a module is named like an MLP and has two or more linear layers and no other parameters."""
-    inside = [child for child in module.modules() if child is not module]
-    linears = [child for child in inside if is_linear(child)]
-    return (
-        name.rpartition(".")[2] in MLP_NAMES
-        and len(linears) >= 2
-        and all(child in linears or not any(True for _ in child.parameters()) for child in inside)
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Request
@@ -16,16 +15,6 @@ from symbiosis.simulation.clock import Clock, Thread
 
 MAX_ROWS = 8192
 """Largest number of rows in a batch."""
-
-
-@dataclass(slots=True)
-class Totals:
-    """The work of an executor so far."""
-
-    batches: int = 0
-    members: int = 0
-    """Requests, counted once for each batch that took rows of them; those of a joint walk once for each client."""
-    rows: int = 0
 
 
 class SimulatedExecutor:
@@ -42,6 +31,11 @@ class SimulatedExecutor:
         thread: the thread that runs batches; None if nothing slows them down.
         threads: number of cores that a batch uses.
         fraction: the part (0 to 1) of a walk's work that its layers do.
+
+    Attributes:
+        batches: batches that have run.
+        members: requests in them, counted once for each batch that took rows of them; those of a joint walk once for
+            each client.
 
     Raises:
         PolicyError: from :meth:`decide`: the scheduler refused a decision of the policy.
@@ -61,7 +55,7 @@ class SimulatedExecutor:
         fraction: float = 1.0,
     ) -> None:
         self.scheduler = Scheduler(policy, layers=layers, max_rows=MAX_ROWS, fraction=fraction)
-        self.totals = Totals()
+        self.batches = self.members = 0
         self.local = local
         self.settle = self.decide
         """Called after all events of a time in which something happened to this executor."""
@@ -144,10 +138,8 @@ class SimulatedExecutor:
 
     def _ran(self, batch: Batch, seconds: float) -> None:
         self._busy = False
-        totals = self.totals
-        totals.batches += 1
-        totals.members += sum(len(piece.request.clients) for piece in batch.slices)
-        totals.rows += batch.rows
+        self.batches += 1
+        self.members += sum(len(piece.request.clients) for piece in batch.slices)
         for request in self.scheduler.completed(batch, seconds, self._clock.now):
             self._answers.pop(request.id)()
         self.changed()

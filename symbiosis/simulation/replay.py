@@ -155,7 +155,7 @@ def replay(
         cluster.add(f"job-{number}", tunes, route=routes[number % len(routes)])
     while left:
         cluster.step()
-    batches = sum(executor.totals.batches for executor in executors)
-    members = sum(executor.totals.members for executor in executors)
+    batches = sum(executor.batches for executor in executors)
+    members = sum(executor.members for executor in executors)
     sent = sum(link.bytes for link in links.values())
     return outcome(texts, jobs, cluster.now, members / batches if batches else 0.0, slo, sent)

@@ -17,7 +17,7 @@ from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key
 from symbiosis.core.terms import JOINT, NO_TERMS, Kind, Terms
 from symbiosis.simulation.clock import Clock, Cores, Way
-from symbiosis.simulation.executor import SimulatedExecutor, Totals
+from symbiosis.simulation.executor import SimulatedExecutor
 
 
 class Think(NamedTuple):
@@ -319,11 +319,6 @@ class Simulation(Cluster):
     ) -> None:
         super().__init__(Clock(), joint)
         self._executor = SimulatedExecutor(self.clock, policy, layers=layers, cost=cost, local=local)
-
-    @property
-    def totals(self) -> Totals:
-        """The work of the executor so far."""
-        return self._executor.totals
 
     def add(
         self,

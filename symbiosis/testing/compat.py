@@ -27,10 +27,10 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.client.client import Client
 from symbiosis.client.connect import connect
 from symbiosis.errors import PeerError, UsageError
+from symbiosis.executor.choosing import HEADS
 from symbiosis.executor.experts import is_bank
 from symbiosis.executor.loading import class_of, load_model
 from symbiosis.executor.sharing import describe, size_text, sizes_text
-from symbiosis.executor.splitting import HEADS
 from symbiosis.host import Executor
 from symbiosis.testing.compare import Comparison, Job, difference_of, logits_of, run_job, run_job_plain
 from symbiosis.testing.formats import FORMATS, keep_trainable, limits_of, model_in, split_name

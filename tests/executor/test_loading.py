@@ -1,4 +1,4 @@
-"""What is said when a hub gives no model."""
+"""What is said of a model that cannot be loaded, and what is said before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import transformers
 from huggingface_hub import errors
 
-from symbiosis.errors import UsageError
+from symbiosis import Executor
+from symbiosis.errors import SplitError, UsageError
 from symbiosis.executor.loading import load_model
 
 ANSWER = Mock(headers={})
@@ -50,3 +51,23 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 def test_no_model_is_named() -> None:
     with pytest.raises(UsageError, match="the model is empty"):
         load_model("")
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        ({"base_layers": "*.nowhere"}, "base_layers: no module matches"),
+        ({"base_layers": ["lm_head"], "layers": "0-1"}, "layers: there is no block 1"),
+        ({"allow_weights": ["nose"]}, "allow_weights: 'nose' matches no linear base layer"),
+    ],
+)
+def test_names_are_checked_before_weights_are_loaded(
+    tmp_path: Path, base: Any, names: dict[str, Any], reason: str, shards: int
+) -> None:
+    base.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(SplitError, match=reason):
+        Executor.from_pretrained(tmp_path, shards=shards, **names)
+    with pytest.raises(SplitError, match=reason):
+        Executor.from_pretrained(tmp_path, model_class=type(base), **names)
