@@ -104,8 +104,8 @@ def _schemes(settings: Settings, addresses: list[str]) -> dict[str, Privacy | No
         _BARE: None,
         "noise-pool": NoisePool(),
         "local-pads": LocalPads(own, rows=rows),
-        "secret-shares": SecretShares(addresses),
-        "secret-shares, own weights": SecretShares(addresses, model=own),
+        "secret-shares": SecretShares(addresses[1]),
+        "secret-shares, own weights": SecretShares(addresses[1], model=own),
     }
 
 

@@ -178,7 +178,7 @@ def from_spec(what: str, spec: str, cls: Callable[..., Any], options: dict[str, 
                 f"{what} {name!r} has no option {part!r}; write the inner {what} after a plus: {name}+lockstep"
             )
         if option not in known or (dot and not entry):
-            takes = ", ".join(each for each in known if each != hidden)
+            takes = ", ".join(each.removesuffix("_") for each in known if each != hidden)
             raise UsageError(f"{what} {name!r} has no option {part!r}; it takes {takes or 'no options'}")
         if not equals:
             raise UsageError(f"{what} {name!r} is given {part!r} without a value; write {part.strip()}=VALUE")

@@ -20,7 +20,6 @@ import torch
 from symbiosis.core.requests import Call, Results
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
-from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import Amplitudes, check_positive_integers
 from symbiosis.privacy.keystream import Keystream
 from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, SendCall
@@ -35,7 +34,6 @@ class NoisePool(Scheme):
 
     Args:
         size: number K of vectors for each key (layers that are requested together, and a direction).
-        rotate: consecutive rows that get the same vector.
         refresh: rows that each vector masks before new vectors replace the pool. They are requested ahead of time.
         scale: ratio of the noise's amplitude to the rms of the largest row.
         accuracy: largest error of results, instead of a scale, relative to the result of the request's largest row.
@@ -50,58 +48,52 @@ class NoisePool(Scheme):
     def __init__(
         self,
         size: int = 64,
-        rotate: int = 1,
         refresh: int = 256,
         scale: float | None = None,
         accuracy: float | None = None,
     ) -> None:
-        check_positive_integers(self.name, size=size, rotate=rotate, refresh=refresh)
-        if refresh % rotate:
-            raise PrivacyError(f"{self.name}: refresh={refresh} must be a multiple of rotate={rotate}")
-        self.size, self.rotate, self.refresh = size, rotate, refresh
+        check_positive_integers(self.name, size=size, refresh=refresh)
+        self.size, self.refresh = size, refresh
         self._set_size(scale, accuracy)
 
     def __repr__(self) -> str:
-        return f"{self.name}:size={self.size},rotate={self.rotate},refresh={self.refresh},{self._describe_size()}"
+        return f"{self.name}:size={self.size},refresh={self.refresh},{self._describe_size()}"
 
     def begin(self, channels: Sequence[Channel], send: SendCall) -> Pools:
         return Pools(self, self.amplitudes_for(channels[0]), channels[0].device, send)
 
 
 class Rotation:
-    """The rows of a matrix [K, width] in rotation, each for ``rotate`` consecutive uses."""
+    """The rows of a matrix [K, width] in rotation, one for each use."""
 
-    def __init__(self, matrix: torch.Tensor, rotate: int) -> None:
+    def __init__(self, matrix: torch.Tensor) -> None:
         self._matrix = matrix
-        self._rotate = rotate
         self._rows = matrix.unbind()  # selecting a row at its use would take as long as the sum
 
     def added_to(self, x: torch.Tensor, first: int, factor: float) -> torch.Tensor:
         """Return x [n, width] plus ``factor`` times the rows of uses ``first``, ``first`` + 1, …"""
         rows, size = x.shape[0], len(self._rows)
         if rows == 1:
-            return torch.add(x, self._rows[first // self._rotate % size], alpha=factor)
-        uses = torch.arange(first, first + rows, device=x.device)
-        picks = uses.div_(self._rotate, rounding_mode="floor").remainder_(size)
+            return torch.add(x, self._rows[first % size], alpha=factor)
+        picks = torch.arange(first, first + rows, device=x.device).remainder_(size)
         return torch.add(x, self._matrix.index_select(0, picks), alpha=factor)
 
 
 class _Pool:
     """The noise vectors [K, width] of one key, within ±1, and their effects [K, o] for each layer."""
 
-    def __init__(self, vectors: torch.Tensor, effects: Future[Results], rotate: int) -> None:
-        self.vectors = Rotation(vectors, rotate)
+    def __init__(self, vectors: torch.Tensor, effects: Future[Results]) -> None:
+        self.vectors = Rotation(vectors)
         self.effects = effects
         self.used = 0
         """Rows that were masked so far."""
-        self._rotate = rotate
         self._ready: list[Rotation] = []
 
     @property
     def ready(self) -> list[Rotation]:
         """The effects for each layer; empty until they are computed."""
         if not self._ready and self.effects.done() and self.effects.exception() is None:
-            self._ready = [Rotation(effect, self._rotate) for effect in self.effects.result()]
+            self._ready = [Rotation(effect) for effect in self.effects.result()]
         return self._ready
 
     @property
@@ -164,7 +156,7 @@ class Pools(Mask):
 
     def _request(self, key: MaskedKey, kind: Kind) -> _Pool:
         vectors = self._stream.uniform(self._options.size, key.width, key.dtype).to(self._device)
-        return _Pool(vectors, self._send(Call(key.effects, kind, (vectors,))), self._options.rotate)
+        return _Pool(vectors, self._send(Call(key.effects, kind, (vectors,))))
 
 
 def _unmask(pieces: list[_Piece], amplitude: float, answers: Sequence[Results]) -> Results:

@@ -43,8 +43,7 @@ class SecretShares(Scheme):
     """Each row is split additively between two executors of the same base model.
 
     Args:
-        addresses: addresses of both executors; the client connects to one of them.
-        with_: address of the other executor, instead of ``addresses``.
+        with_: address of the other executor; the client connects to one itself.
         model: the public base model: a folder, a hub id or a model. With it shares reveal nothing of a row but the
             amplitude; without it they reveal a little more.
         scale: ratio of the amplitude of the shares to the rms of the largest row. With a model it is an upper limit,
@@ -56,52 +55,38 @@ class SecretShares(Scheme):
             need ``{"key": "other.secret"}`` (``options.key=other.secret`` on the command line).
 
     Raises:
-        PrivacyError: the addresses are not two different ones, or an option is out of range.
+        PrivacyError: an option is wrong, or, when a client opens, the other executor is its own.
     """
 
     name = "secret-shares"
 
     def __init__(
         self,
-        addresses: Sequence[str] = (),
-        with_: str | None = None,
+        with_: str = "",
         model: str | Path | nn.Module | None = None,
         scale: float | None = None,
         accuracy: float | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._set_size(scale, accuracy, DEFAULT_SCALE if model is None else WRAPPED_SCALE)
-        if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
-            raise PrivacyError(f"{self.name}: addresses are {addresses!r}; give a list of two: [address1, address2]")
-        if (with_ is None) == (not addresses) or (addresses and len(addresses) != 2):
+        if not with_ or not isinstance(with_, str):
             raise PrivacyError(
-                f"{self.name}: rows are split between two executors that do not collude; give both addresses "
-                f"({self.name}:with=address2 on the command line)"
-            )
-        if len(set(addresses)) < len(addresses):
-            raise PrivacyError(
-                f"{self.name}: both addresses are {addresses[0]}; an executor that has both shares has the rows"
+                f"{self.name}: rows are split between two executors that do not collude, and with is {with_!r}; give "
+                f"the address of the other one: {self.name}:with=ADDRESS"
             )
         if options is not None and not isinstance(options, Mapping):
             raise PrivacyError(f"{self.name}: options are {options!r}; give a mapping: {{'key': 'other.secret'}}")
         self.options = dict(options or {})
         self.model = model
-        self._addresses = tuple(addresses)
         self._with = with_
 
     def __repr__(self) -> str:
-        return f"{self.name}:{self._describe_size()}, {self._with or ' '.join(self._addresses)}"
+        return f"{self.name}:{self._describe_size()}, {self._with}"
 
     def further_addresses(self, address: str) -> Sequence[str]:
-        if self._with is not None:
-            if self._with == address:
-                raise PrivacyError(f"{self.name}: {address} is the executor's own address; give that of another one")
-            return (self._with,)
-        if address not in self._addresses:
-            raise PrivacyError(
-                f"{self.name}: the client is connected to {address}, which is none of {', '.join(self._addresses)}"
-            )
-        return tuple(other for other in self._addresses if other != address)
+        if self._with == address:
+            raise PrivacyError(f"{self.name}: {address} is the executor's own address; give that of another one")
+        return (self._with,)
 
     def begin(self, channels: Sequence[Channel], send: SendCall) -> Shares:
         own = self.load(channels[0])

@@ -104,8 +104,8 @@ class Layers(nn.Module):
 SCHEMES: dict[str, Callable[..., Scheme]] = {
     "noise-pool": lambda model, **options: NoisePool(**{"size": 3, "refresh": 4, **options}),
     "local-pads": lambda model, **options: LocalPads(model, **{"rows": 3, **options}),
-    "secret-shares": lambda model, **options: SecretShares(["a", "b"], **options),
-    "wrapped-shares": lambda model, **options: SecretShares(["a", "b"], model=model, **options),
+    "secret-shares": lambda model, **options: SecretShares("b", **options),
+    "wrapped-shares": lambda model, **options: SecretShares("b", model=model, **options),
 }
 WRAPPED = ("local-pads", "wrapped-shares")
 all_schemes = pytest.mark.parametrize("name", SCHEMES)

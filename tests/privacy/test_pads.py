@@ -161,7 +161,7 @@ def test_clients_of_one_process_share_the_weights(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(
         "symbiosis.privacy.own_weights.load_model", lambda path, dtype: loaded.append(path) or Layers(32, 8)
     )
-    shares = SecretShares(["a", "b"], model=tmp_path)
+    shares = SecretShares("b", model=tmp_path)
     with Masking(LocalPads(tmp_path), MODEL) as one, Masking(LocalPads(tmp_path), MODEL) as two:
         with Masking(shares, MODEL) as three:
             for masking in (one, two, three):

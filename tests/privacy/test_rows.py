@@ -176,7 +176,7 @@ async def test_the_other_share_is_cancelled_when_one_fails() -> None:
     model = Layers()
     one, two = OnLoop(model, "one"), OnLoop(model, "two")
     one.fails = lambda call: True
-    begin = SecretShares(["a", "b"]).begin
+    begin = SecretShares("b").begin
     channel = MaskedChannel([one, two], begin, asyncio.get_running_loop())  # type: ignore[list-item]
     with pytest.raises(ExecutorClosedError, match="gone"):
         await asyncio.to_thread(channel.call, Call(FORWARD, Kind.DECODE, (torch.ones(1, 24),)))
@@ -316,7 +316,7 @@ def test_gaussian_shares_sum_to_the_row_and_hide_its_last_bits() -> None:
     """Each share is half a row plus Gaussian noise, and the last bits of a share are noise."""
     model = Layers(64, 8)
     x = normal_rows(50, 64)
-    with Masking(SecretShares(["a", "b"]), model) as masking:
+    with Masking(SecretShares("b"), model) as masking:
         masking.ask((1,), Pass.FORWARD, x)
         (first,), (second,) = masking.masked(0), masking.masked(1)
         (amplitude,) = masking.amplitudes
@@ -338,7 +338,7 @@ def test_pairs_of_normal_numbers_do_not_identify_shares() -> None:
     """
     model = Layers(128, 8)
     x = normal_rows(480, 128)
-    with Masking(SecretShares(["a", "b"]), model) as masking:
+    with Masking(SecretShares("b"), model) as masking:
         masking.ask((0,), Pass.FORWARD, x)
         (first,), (amplitude,) = masking.masked(0), masking.amplitudes
     noise = ((first - x / 2).double() * math.sqrt(3) / amplitude).flatten()
@@ -354,7 +354,7 @@ def test_wrapped_shares_leave_nothing_of_the_rows() -> None:
     """Each share is uniform on its grid. The results are right, and as many numbers are wrapped as expected."""
     model = Layers(64, 8)
     edge = torch.ones(400, 64) * 0.999
-    with Masking(SecretShares(["a", "b"], model=model, scale=16), model) as masking:
+    with Masking(SecretShares("b", model=model, scale=16), model) as masking:
         masking.assert_forward(edge, 1, 16)
         (first,), (second,), (amplitude,) = masking.masked(0), masking.masked(1), masking.amplitudes
     turns = (first.double() + second.double() - edge.double()) / (2 * amplitude)

@@ -110,7 +110,7 @@ async def test_two_providers_with_keys_of_their_own(base: Any, tmp_path: Path) -
             torch.testing.assert_close(logits, base(IDS).logits, rtol=1e-2, atol=1e-3)
 
         def tenant() -> None:
-            shares = SecretShares(addresses, options={"key": secrets[1]})
+            shares = SecretShares(addresses[1], options={"key": secrets[1]})
             with symbiosis.open_model(addresses[0], key=secrets[0], privacy=shares) as model:
                 model(IDS)
             with pytest.raises(UsageError, match="has no option lock"):
@@ -370,7 +370,7 @@ async def test_shares_survive_either_executor(base: Any) -> None:
     for address, (first, *_) in zip(addresses, both, strict=True):
         await first.start()
         await first.listen(address)
-    async with symbiosis.connect(addresses[0], retry=30.0, privacy=SecretShares(addresses, scale=SCALE)) as remote:
+    async with symbiosis.connect(addresses[0], retry=30.0, privacy=SecretShares(addresses[1], scale=SCALE)) as remote:
         async with remote.client(lora(), seed=0) as client:
             job = asyncio.create_task(run_job(client, JOB))
             await asyncio.gather(*(restart(a, executors, job) for a, executors in zip(addresses, both, strict=True)))
@@ -407,7 +407,7 @@ async def test_shares_never_reach_one_executor(transport: str, synchronous: bool
     for number in ("one", "two"):
         (tmp_path / number).mkdir()
         addresses.append(address_of(transport, tmp_path / number))
-    options = {"privacy": SecretShares(addresses, options=insecure(transport)), "retry": 30.0, **insecure(transport)}
+    options = {"privacy": SecretShares(addresses[1], options=insecure(transport)), "retry": 30.0, **insecure(transport)}
 
     async def tenant() -> None:
         async with symbiosis.connect(addresses[0], **options) as remote, remote.client() as client:
