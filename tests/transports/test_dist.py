@@ -22,7 +22,7 @@ from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import BrokenError, ConnectionLostError, UsageError, WireError
-from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
+from symbiosis.testing import tiny_model
 from symbiosis.transports import lanes, wire
 from symbiosis.transports.connection import joined
 from symbiosis.transports.dist import LaneCarrier, LaneConnection
@@ -32,7 +32,7 @@ from symbiosis.transports.limits import Limits
 from symbiosis.transports.tcp_client import AsyncTcpConnection
 from symbiosis.transports.wire import Hello, Type
 from tests.conftest import LANE
-from tests.helpers import BATCH, HANGS, IDS, METHODS, SHORT, adamw, assert_close, crowd, in_thread, lora, restart, until
+from tests.helpers import BATCH, HANGS, IDS, adamw, in_thread, lora, until
 from tests.service import Service, free_port, save_model
 from tests.transports.raw import a_call, hello, raw, receive, rows, violate
 
@@ -47,54 +47,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "MEET_WITHIN_S", 3.0)  # five times that at most, which is enough for a busy machine
 
 
-# --------------------------------------------------------------------------------------------------------- equivalence
-
-
-@pytest.mark.parametrize("method", [*METHODS, None])
-async def test_coroutines_alone_bit_equal(base: Any, method: str | None) -> None:
-    config = METHODS[method]("llama") if method else None
-    expected = run_job_plain(base, copy.deepcopy(config))
-    async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL, insecure=True)
-        async with symbiosis.connect(listener.address) as remote, remote.client(config, seed=0) as client:
-            outcome = await run_job(client)
-    comparison = Comparison.of(outcome, expected)
-    assert comparison.bit_equal, comparison
-
-
-@pytest.mark.parametrize("base_layers", ["linear", "mlp"])
-async def test_synchronous_code_alone_bit_equal(base: Any, base_layers: str) -> None:
-    expected = run_job_plain(base, lora())
-    async with symbiosis.Executor(base, base_layers=base_layers) as executor:
-        listener = await executor.listen(LOCAL, insecure=True)
-
-        def tenant() -> Any:
-            with symbiosis.open_model(listener.address) as opened:
-                return run_job_plain(opened, lora())
-
-        comparison = Comparison.of(await in_thread(tenant), expected)
-        assert comparison.bit_equal, comparison
-        assert executor.statistics().requests > 100
-
-
-async def test_bfloat16() -> None:
-    model = tiny_model(dtype=torch.bfloat16)
-    expected = run_job_plain(model, lora())
-    async with symbiosis.Executor(model) as executor:
-        listener = await executor.listen(LOCAL, insecure=True)
-        async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
-            comparison = Comparison.of(await run_job(client), expected)
-    assert comparison.bit_equal, comparison
-
-
-async def test_among_others(base: Any) -> None:
-    expected = run_job_plain(base, lora(), SHORT)
-    async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL, insecure=True)
-        async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
-            async with crowd(executor, [(lora(), "train"), (None, "generate")]):
-                outcome = await run_job(client, SHORT)
-    assert_close(outcome, expected)
+# ----------------------------------------------------------------------------------------------------------- addresses
 
 
 async def test_ipv6(base: Any) -> None:
@@ -103,9 +56,6 @@ async def test_ipv6(base: Any) -> None:
         async with symbiosis.connect(listener.address) as remote, remote.client() as client:
             output = await client.forward(input_ids=IDS)
             torch.testing.assert_close(output.logits, base(IDS).logits)
-
-
-# ----------------------------------------------------------------------------------------------------------- addresses
 
 
 async def test_a_listener_requires_insecure(base: Any, tmp_path: Path) -> None:
@@ -139,30 +89,7 @@ async def test_nccl_without_a_gpu(base: Any) -> None:
                 await remote.client().open()
 
 
-# -------------------------------------------------------------------------------------------------- restarts and deaths
-
-
-@pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
-async def test_survives_a_restart(base: Any, kind: str) -> None:
-    expected = run_job_plain(base, lora())
-    address = f"dist://127.0.0.1:{free_port()}"
-    executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(3)]
-    await executors[0].start()
-    await executors[0].listen(address, insecure=True)
-
-    async def coroutine() -> Any:
-        async with symbiosis.connect(address, retry=30.0) as remote, remote.client(lora(), seed=0) as client:
-            return await run_job(client)
-
-    def synchronous() -> Any:
-        with symbiosis.open_model(address, retry=30.0) as model:
-            return run_job_plain(model, lora())
-
-    job = asyncio.create_task(coroutine() if kind == "coroutines" else in_thread(synchronous))
-    await restart(address, executors, job, insecure=True)
-    comparison = Comparison.of(await asyncio.wait_for(job, 60), expected)
-    await executors[-1].close()
-    assert comparison.bit_equal, comparison
+# ------------------------------------------------------------------------------------------------------------- deaths
 
 
 async def test_a_killed_client_is_found(base: Any) -> None:

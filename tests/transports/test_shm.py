@@ -25,10 +25,9 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import (
     ClientClosedError,
     PlaceholderError,
-    RefusedError,
     UsageError,
 )
-from symbiosis.testing import ARCHITECTURES, Comparison, run_job, run_job_plain, tiny_model
+from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import connection, wire
 from symbiosis.transports.arena import Arena, Places
 from symbiosis.transports.peer import Peer
@@ -38,16 +37,10 @@ from symbiosis.transports.wire import Type
 from tests.helpers import (
     BATCH,
     IDS,
-    METHODS,
-    SHORT,
     adamw,
-    assert_close,
-    crowd,
-    ia3,
     in_thread,
     lora,
     open_descriptors,
-    prefix,
     until,
 )
 
@@ -136,60 +129,6 @@ async def test_threads_open_models_at_once(base: Any, address: str) -> None:
         results = await asyncio.gather(*(in_thread(tenant) for _ in range(6)))
         assert all(torch.equal(result, results[0]) for result in results)
         assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
-
-
-# Equivalence
-
-
-@pytest.mark.parametrize("method", [*METHODS, None])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-async def test_coroutines_alone_bit_equal(architecture: str, method: str | None, address: str) -> None:
-    model = tiny_model(architecture)
-    config = METHODS[method](architecture) if method else None
-    expected = run_job_plain(model, copy.deepcopy(config))
-    async with symbiosis.Executor(model) as executor:
-        await executor.listen(address)
-        async with symbiosis.connect(address) as base, base.client(config, seed=0) as client:
-            outcome = await run_job(client)
-    comparison = Comparison.of(outcome, expected)
-    assert comparison.bit_equal, comparison
-
-
-@pytest.mark.parametrize("base_layers", ["linear", "mlp"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-async def test_synchronous_code_alone_bit_equal(architecture: str, base_layers: str, address: str) -> None:
-    model = tiny_model(architecture)
-    expected = run_job_plain(model, lora(architecture))
-
-    def tenant() -> Any:
-        with symbiosis.open_model(address) as opened:
-            return run_job_plain(opened, lora(architecture))
-
-    async with symbiosis.Executor(model, base_layers=base_layers) as executor:
-        await executor.listen(address)
-        comparison = Comparison.of(await in_thread(tenant), expected)
-        assert comparison.bit_equal, comparison
-        assert executor.statistics().requests > 100
-
-
-async def test_among_others(address: str) -> None:
-    """Three tenants use the socket, beside five in the executor's process."""
-    model = tiny_model("llama")
-    configs = [make("llama") for make in METHODS.values()]
-    expected = [run_job_plain(model, copy.deepcopy(config), SHORT, seed=seed) for seed, config in enumerate(configs)]
-    others = [(lora(), "train"), (ia3(), "train"), (prefix(), "generate"), (lora(), "generate"), (None, "generate")]
-    async with symbiosis.Executor(model) as executor:
-        await executor.listen(address)
-        async with symbiosis.connect(address) as base:
-
-            async def watched(seed: int, config: Any) -> Any:
-                async with base.client(copy.deepcopy(config), seed=seed) as client:
-                    return await run_job(client, SHORT)
-
-            async with crowd(executor, others):
-                outcomes = await asyncio.gather(*[watched(seed, config) for seed, config in enumerate(configs)])
-    for outcome, wanted in zip(outcomes, expected, strict=True):
-        assert_close(outcome, wanted)
 
 
 async def test_copies_of_a_model_share_its_connection(base: Any, address: str) -> None:
@@ -342,28 +281,6 @@ async def test_a_forked_child_gets_an_error_that_the_model_is_its_parents(base: 
 # Restarts
 
 
-async def test_coroutines_survive_a_restart(base: Any, address: str) -> None:
-    """The executor ends during training and generation and is started again: the results are the same."""
-    expected = run_job_plain(base, lora())
-    executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(4)]
-    await executors[0].start()
-    await executors[0].listen(address)
-    async with symbiosis.connect(address, retry=30.0) as remote, remote.client(lora(), seed=0) as client:
-        job = asyncio.create_task(run_job(client))
-        for old, new in itertools.pairwise(executors):
-            seen = old.statistics().requests
-            while old.statistics().requests < seen + 50 and not job.done():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-            await old.close()
-            await asyncio.sleep(0.05)
-            await new.start()
-            await new.listen(address)
-        outcome = await asyncio.wait_for(job, 60)
-    await executors[-1].close()
-    comparison = Comparison.of(outcome, expected)
-    assert comparison.bit_equal, comparison
-
-
 async def test_coroutines_survive_a_lack_of_threads(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the client cannot start a thread to join again, it tries again later."""
     failures = 0
@@ -388,43 +305,6 @@ async def test_coroutines_survive_a_lack_of_threads(base: Any, address: str, mon
         assert failures == 2
         assert torch.equal(output.logits, expected)
     await executors[1].close()
-
-
-async def test_synchronous_code_survives_a_restart(base: Any, address: str) -> None:
-    expected = run_job_plain(base, lora())
-    executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(4)]
-    await executors[0].start()
-    await executors[0].listen(address)
-
-    def tenant() -> Any:
-        with symbiosis.open_model(address, retry=30.0) as model:
-            return run_job_plain(model, lora())
-
-    job = asyncio.create_task(in_thread(tenant))
-    for old, new in itertools.pairwise(executors):
-        while old.statistics().requests < 50 and not job.done():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        await old.close()
-        await asyncio.sleep(0.05)
-        await new.start()
-        await new.listen(address)
-    comparison = Comparison.of(await asyncio.wait_for(job, 60), expected)
-    await executors[-1].close()
-    assert comparison.bit_equal, comparison
-
-
-async def test_another_model_at_the_same_address_is_refused(base: Any, address: str) -> None:
-    async with symbiosis.Executor(base) as executor:
-        await executor.listen(address)
-        remote = symbiosis.connect(address, retry=10.0)
-        await remote.__aenter__()
-        client = await remote.client().open()
-        await client.forward(input_ids=IDS)
-    async with symbiosis.Executor(tiny_model(seed=1)) as executor:
-        await executor.listen(address)
-        with pytest.raises(RefusedError, match="another model"):
-            await asyncio.wait_for(client.forward(input_ids=IDS), 30)
-        await remote.close()
 
 
 # Arena

@@ -1,15 +1,13 @@
-"""Tests of ``tcp://``: results, addresses, the share of a model, restarts and killed processes."""
+"""Tests of ``tcp://``: addresses, the share of a model, and killed processes."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +17,12 @@ import torch
 import symbiosis
 from symbiosis.core.registry import make_transport
 from symbiosis.core.share import Share
-from symbiosis.errors import ClientClosedError, ConnectionLostError, RefusedError, ShareError, UsageError, WireError
-from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
+from symbiosis.errors import ClientClosedError, ConnectionLostError, ShareError, UsageError, WireError
+from symbiosis.testing import tiny_model
 from symbiosis.transports import share as share_module
 from symbiosis.transports.share import CHUNK, MAX_SHARE, SLOW_S, ReceivedShare, ServedShare
 from symbiosis.transports.sockets import resolve
-from tests.helpers import HANGS, IDS, METHODS, SHORT, assert_close, crowd, in_thread, lora, restart, until
+from tests.helpers import HANGS, IDS, in_thread, until
 
 LOCAL = "tcp://127.0.0.1:0"
 
@@ -33,61 +31,6 @@ def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
-# Equivalence
-
-
-@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
-@pytest.mark.parametrize("method", [*METHODS, None])
-async def test_coroutines_alone_bit_equal(base: Any, method: str | None, encrypted: bool, keys: Path) -> None:
-    config = METHODS[method]("llama") if method else None
-    expected = run_job_plain(base, copy.deepcopy(config))
-    async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL, keys=keys if encrypted else None)
-        key = keys / "alice.secret" if encrypted else None
-        async with symbiosis.connect(listener.address, key=key) as remote, remote.client(config, seed=0) as client:
-            outcome = await run_job(client)
-    comparison = Comparison.of(outcome, expected)
-    assert comparison.bit_equal, comparison
-
-
-@pytest.mark.parametrize("base_layers", ["linear", "mlp"])
-@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
-async def test_synchronous_code_alone_bit_equal(base: Any, base_layers: str, encrypted: bool, keys: Path) -> None:
-    expected = run_job_plain(base, lora())
-
-    async with symbiosis.Executor(base, base_layers=base_layers) as executor:
-        listener = await executor.listen(LOCAL, keys=keys if encrypted else None)
-
-        def tenant() -> Any:
-            key = keys / "alice.secret" if encrypted else None
-            with symbiosis.open_model(listener.address, key=key) as opened:
-                return run_job_plain(opened, lora())
-
-        comparison = Comparison.of(await in_thread(tenant), expected)
-        assert comparison.bit_equal, comparison
-        assert executor.statistics().requests > 100
-
-
-async def test_bfloat16(keys: Path) -> None:
-    model = tiny_model(dtype=torch.bfloat16)
-    expected = run_job_plain(model, lora())
-    async with symbiosis.Executor(model) as executor:
-        listener = await executor.listen(LOCAL)
-        async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
-            comparison = Comparison.of(await run_job(client), expected)
-    assert comparison.bit_equal, comparison
-
-
-async def test_among_others(base: Any) -> None:
-    expected = run_job_plain(base, lora(), SHORT)
-    async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
-        async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
-            async with crowd(executor, [(lora(), "train"), (None, "generate")]):
-                outcome = await run_job(client, SHORT)
-    assert_close(outcome, expected)
 
 
 # Addresses
@@ -203,54 +146,7 @@ def test_a_share_that_has_no_room_or_never_ends(monkeypatch: pytest.MonkeyPatch)
     file.close()
 
 
-# Restarts and killed processes
-
-
-async def test_coroutines_survive_a_restart(base: Any) -> None:
-    expected = run_job_plain(base, lora())
-    address = free_address()
-    executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(4)]
-    await executors[0].start()
-    await executors[0].listen(address)
-    async with symbiosis.connect(address, retry=30.0) as remote, remote.client(lora(), seed=0) as client:
-        job = asyncio.create_task(run_job(client))
-        await restart(address, executors, job)
-        comparison = Comparison.of(await asyncio.wait_for(job, 60), expected)
-    await executors[-1].close()
-    assert comparison.bit_equal, comparison
-
-
-async def test_synchronous_code_survives_a_restart(base: Any) -> None:
-    expected = run_job_plain(base, lora())
-    address = free_address()
-    executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(3)]
-    await executors[0].start()
-    await executors[0].listen(address)
-
-    def tenant() -> Any:
-        with symbiosis.open_model(address, retry=30.0) as model:
-            return run_job_plain(model, lora())
-
-    job = asyncio.create_task(in_thread(tenant))
-    await restart(address, executors, job)
-    comparison = Comparison.of(await asyncio.wait_for(job, 60), expected)
-    await executors[-1].close()
-    assert comparison.bit_equal, comparison
-
-
-async def test_another_model_at_the_same_address_is_refused(base: Any) -> None:
-    address = free_address()
-    async with symbiosis.Executor(base) as executor:
-        await executor.listen(address)
-        remote = symbiosis.connect(address, retry=10.0)
-        await remote.__aenter__()
-        client = await remote.client().open()
-        await client.forward(input_ids=IDS)
-    async with symbiosis.Executor(tiny_model(seed=1)) as executor:
-        await executor.listen(address)
-        with pytest.raises(RefusedError, match="another model"):
-            await asyncio.wait_for(client.forward(input_ids=IDS), 30)
-        await remote.close()
+# Killed and stopped processes
 
 
 async def test_a_killed_client_is_found(base: Any) -> None:
