@@ -11,8 +11,8 @@ from __future__ import annotations
 import bisect
 import mmap
 import os
-from abc import ABC, abstractmethod
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -24,13 +24,14 @@ _VIEWS = 512
 """Matrices whose views are kept, for each memory. A model has fewer distinct ones."""
 
 
-class Memory(ABC):
-    """Memory that two processes map, from place ``start`` to ``end``. It keeps views of matrices, because calls reuse
-    places and making a view takes two calls of torch."""
+class Memory:
+    """Memory [bytes] that two processes map, with places from ``start`` to ``end``. It keeps views of matrices, because
+    calls reuse places and making a view takes two calls of torch."""
 
-    def __init__(self, start: int, end: int) -> None:
+    def __init__(self, memory: torch.Tensor, start: int) -> None:
         self.start = start
-        self.end = end
+        self.end = start + memory.shape[0]
+        self._memory = memory
         self._views: dict[tuple[int, int, tuple[Columns, ...]], tuple[torch.Tensor, ...]] = {}
         self._count = 0
         """Matrices of these views."""
@@ -49,30 +50,25 @@ class Memory(ABC):
         return views
 
     def _make(self, place: int, rows: int, columns: tuple[Columns, ...]) -> tuple[torch.Tensor, ...]:
+        if rows < 1 or place < self.start or place + spread(rows, columns) > self.end:
+            raise WireError(
+                f"{rows} rows of {columns} at {place} are not inside the client's memory, {self.start} to {self.end}"
+            )
+        storage, offset = self._memory.untyped_storage(), self._memory.storage_offset() + place - self.start
         found = []
         for width, dtype in columns:
-            count = rows * width
-            end = place + count * dtype.itemsize
-            if count == 0 or place < self.start or end > self.end:
-                raise WireError(
-                    f"[{rows}, {width}] {dtype} at {place} is not inside the client's memory, "
-                    f"{self.start} to {self.end}"
-                )
-            found.append(self._view(place - self.start, count, dtype).view(rows, width))
-            place = align(end)
+            # Views of one tensor would share its version counter, which autograd checks while others are written to.
+            matrix: Any = torch.empty(0, dtype=dtype, device=self._memory.device)
+            found.append(matrix.set_(storage, offset // dtype.itemsize, (rows, width)))
+            offset += align(rows * width * dtype.itemsize)
         return tuple(found)
-
-    @abstractmethod
-    def _view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``count`` elements that begin ``offset`` bytes after the start."""
 
 
 class Arena(Memory):
     """A mapped arena. The caller closes ``descriptor``; the mapping lives as long as tensors in it."""
 
     def __init__(self, descriptor: int, size: int) -> None:
-        super().__init__(0, size)
-        self._map = mmap.mmap(descriptor, size)
+        super().__init__(torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8), 0)
 
     @classmethod
     def create(cls, size: int) -> tuple[Arena, int]:
@@ -88,9 +84,6 @@ class Arena(Memory):
         except BaseException:
             os.close(descriptor)
             raise
-
-    def _view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
 
 
 @lru_cache(4096)

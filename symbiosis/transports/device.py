@@ -39,10 +39,9 @@ class Segment(Memory):
     """A client's memory on a GPU. The executor makes it with :meth:`create`, the client maps it with :meth:`open`."""
 
     def __init__(self, memory: torch.Tensor, start: int, called: Any, answered: Any) -> None:
-        super().__init__(start, start + memory.shape[0])
+        super().__init__(memory, start)
         self.called = called
         self.answered = answered
-        self._memory = memory
 
     @staticmethod
     def size(least: int, limit: int) -> int:
@@ -80,9 +79,6 @@ class Segment(Memory):
     def record(self, event: Any) -> None:
         """Have ``called`` or ``answered`` stand for the work of this thread's stream so far."""
         event.record(stream(self._memory.device))
-
-    def _view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._memory[offset : offset + count * dtype.itemsize].view(dtype)
 
 
 def identity(device: torch.device) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError, WireError
 from symbiosis.testing import Comparison, run_job, run_job_plain
 from symbiosis.transports import device
+from symbiosis.transports.arena import Arena
 from symbiosis.transports.device import BLOCK, FIRST, Segment
 from symbiosis.transports.limits import Limits
 from tests.helpers import IDS, in_thread, lora, until
@@ -196,6 +198,20 @@ def test_places_are_checked(gpu: Gpu) -> None:
     for size in (0, limit + 1):
         with pytest.raises(WireError, match=f"may have {limit}"):
             Segment.size(size, limit)
+
+
+def test_a_matrix_is_written_to_during_a_pass_over_another_one(gpu: Gpu) -> None:
+    arena, descriptor = Arena.create(1 << 20)
+    os.close(descriptor)
+    segment, _ = Segment.create(CPU, 0, Segment.size(1, FIRST))
+    for memory in (arena, segment):
+        rows, results = memory.matrices(64, 2, (Columns(3, torch.float32), Columns(5, torch.float32)))
+        rows.fill_(3)
+        x = rows.detach().requires_grad_()
+        y = (x * x).sum()
+        results.fill_(1)
+        (gradient,) = torch.autograd.grad(y, x)
+        assert gradient.eq(6).all()
 
 
 def test_segments_are_checked(gpu: Gpu) -> None:
