@@ -120,3 +120,13 @@ class ShardLostError(BrokenError):
 
 class PolicyError(BrokenError):
     """A batching policy raised an error, or made a decision that the scheduler refused."""
+
+
+def copied(error: BaseException) -> BaseException:
+    """Return a copy of an error for another client. One object that is raised twice would join both tracebacks."""
+    try:
+        copy = type(error)(*error.args)
+    except Exception:  # noqa: BLE001 (an error class may take other arguments)
+        copy = RuntimeError(str(error))
+    copy.__cause__ = error.__cause__
+    return copy

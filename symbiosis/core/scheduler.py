@@ -56,16 +56,9 @@ ALONE, THINKING, ELSEWHERE, PASSED_OVER = "alone", "thinking", "elsewhere", "pas
 
 
 class WaitUntil(NamedTuple):
-    """Ask again at ``time`` (seconds), or as soon as anything was reported. ``inf``: only when something was."""
+    """Ask again at ``time`` (seconds), or as soon as anything was reported. ``inf``: nothing is queued."""
 
     time: float
-
-
-class Idle(NamedTuple):
-    """Nothing is queued."""
-
-
-IDLE = Idle()
 
 
 class Scheduler:
@@ -291,14 +284,14 @@ class Scheduler:
                 answered.append(request)
         return answered
 
-    def next_action(self, now: float) -> Batch | WaitUntil | Idle:
+    def next_action(self, now: float) -> Batch | WaitUntil:
         """Return the next thing to do at time ``now``. A batch counts as running until `completed`."""
         if self._holds is not None:
             state, since = self._holds
             state.held += now - since
             self._holds = None
         if not len(self._queues):
-            return IDLE
+            return WaitUntil(math.inf)
         oldest, clients = self._queues.oldest, self._clients
         passed_over = oldest.passed + self.batches > oldest.seen
         held = self._states[oldest.client].held

@@ -25,11 +25,11 @@ import torch
 from symbiosis.core.budget import Budget
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Call, Key, Request, Results
-from symbiosis.core.scheduler import Scheduler, WaitUntil
+from symbiosis.core.scheduler import Scheduler
 from symbiosis.core.terms import Kind, Terms
-from symbiosis.errors import LayerError, ShardLostError
+from symbiosis.errors import LayerError, ShardLostError, copied
 from symbiosis.executor.aside import Aside
-from symbiosis.executor.failures import copied, fail, strip_tracebacks
+from symbiosis.executor.failures import fail, strip_tracebacks
 from symbiosis.executor.layers import BaseLayer
 from symbiosis.executor.runner import Compute, DeviceClock, Runner
 from symbiosis.executor.statistics import Counters, Statistics
@@ -320,7 +320,7 @@ class Engine:
                 if self._pump is not None:
                     self._pump.cancel()
                 self._pump = loop.call_soon(self._on_turn)
-        elif isinstance(action, WaitUntil) and action.time < math.inf:
+        elif action.time < math.inf:
             self._timer = loop.call_later(action.time - now(), self._pump_soon)
 
     def _run(self, batch: Batch, loop: asyncio.AbstractEventLoop) -> None:

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from symbiosis.core.requests import Call
-from symbiosis.errors import LayerError
 
 
 def fail(call: Call, error: BaseException) -> None:
     """End a call with an error, unless it has ended."""
     if call.reply is not None and not call.reply.done():
         call.reply.set_exception(error)
-
-
-def copied(error: LayerError) -> LayerError:
-    """Return a copy of the error for another tenant, because raising one object twice would join both tracebacks."""
-    copy = LayerError(*error.args)
-    copy.__cause__ = error.__cause__
-    return copy
 
 
 def strip_tracebacks(error: BaseException) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Request
-from symbiosis.core.scheduler import Scheduler, WaitUntil
+from symbiosis.core.scheduler import Scheduler
 from symbiosis.core.terms import Kind
 from symbiosis.errors import PolicyError
 from symbiosis.simulation.clock import Clock, Thread
@@ -108,7 +108,7 @@ class SimulatedExecutor:
             raise PolicyError(str(self.scheduler.policy_errors[0])) from self.scheduler.policy_errors[0]
         if isinstance(action, Batch):
             self._run(action)
-        elif isinstance(action, WaitUntil) and now < action.time < self._wake:
+        elif now < action.time < self._wake:
             self._wake = action.time
             self._clock.at(action.time, self._woken)
 

@@ -318,7 +318,7 @@ def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[J
             waits, began = 0, world.clock.now
             continue
         until = due if coming else math.inf
-        if isinstance(action, WaitUntil) and action.time < math.inf:
+        if action.time < math.inf:
             late = min(request.arrived for request in world.queued) + patience_s
             assert action.time <= max(late, world.clock.now) + 1e-9, (
                 f"{world.policy!r} lets a request wait for more than {patience_s:g} s: at {world.clock.now:g} s until "

@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch
-from symbiosis.core.scheduler import WaitUntil
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.testing.world import World
 
@@ -99,7 +98,7 @@ class AnyScript(RuleBasedStateMachine):
         for _ in range(times):
             action = self.world.decide()
             if not isinstance(action, Batch):
-                self.until = action.time if isinstance(action, WaitUntil) and action.time < math.inf else None
+                self.until = action.time if action.time < math.inf else None
                 break
 
     @precondition(lambda self: self.world.running)

@@ -17,7 +17,7 @@ import math
 from symbiosis.core.clients import STOPPED_S
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Pass, Request
-from symbiosis.core.scheduler import HELD_S, Idle, Scheduler, WaitUntil
+from symbiosis.core.scheduler import HELD_S, Scheduler, WaitUntil
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 
 
@@ -157,7 +157,7 @@ class World:
         if self.clients[client] and all(request.client != client for request in self.waiting.values()):
             self._thinks_since[client] = self.clock.now
 
-    def decide(self) -> Batch | WaitUntil | Idle:
+    def decide(self) -> Batch | WaitUntil:
         """Ask for the next action, and check it. A batch counts as running until :meth:`complete`."""
         queued = self.queued
         before = bool(queued)
@@ -176,15 +176,13 @@ class World:
         if isinstance(action, Batch):
             self._started(action)
             self._passed_over.update(request.client for request in self.queued)
-        elif isinstance(action, WaitUntil):
-            assert before, f"{self.policy!r} waits although nothing is queued"
-            assert action.time > self.clock.now, f"{self.policy!r} waits until {action.time}, now is {self.clock.now}"
-            assert action.time < math.inf or self.thinking, (
-                f"{self.policy!r} waits for ever while no client is thinking"
+        elif before:
+            assert self.clock.now < action.time < math.inf, (
+                f"{self.policy!r} waits until {action.time}, now is {self.clock.now}"
             )
             self._wait = queued[0].client, self.clock.now
         else:
-            assert not before, f"idle, although {len(self.queued)} requests are queued"
+            assert action.time == math.inf, f"{self.policy!r} waits although nothing is queued"
         self.check()
         return action
 
@@ -235,7 +233,6 @@ class World:
                 if isinstance(action, Batch):
                     self.complete(action)
                     break
-                assert isinstance(action, WaitUntil)
                 waited += action.time - self.clock.now
                 assert waited <= patience_s, (
                     f"{self.policy!r} waits {waited:.3f} s while no client is thinking; {patience_s} s are allowed"
@@ -244,7 +241,7 @@ class World:
             else:
                 raise AssertionError(f"{self.policy!r} waited 1000 times in a row while no client is thinking")
         assert not self.waiting, f"{list(self.waiting.values())} were lost"
-        assert isinstance(self.decide(), Idle)
+        assert self.decide() == WaitUntil(math.inf)
 
     @property
     def queued(self) -> list[Request]:

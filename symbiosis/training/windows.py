@@ -193,11 +193,7 @@ class WindowedStep:
         self._before = 0
         if (prompt := _prompt(model)) is not None:
             self._before = prompt.num_virtual_tokens
-            if hasattr(model, "_adjust_prompt_learning_kwargs"):
-                model._adjust_prompt_learning_kwargs(prompt, kwargs=self._batch)  # positions come after the prefix
-            else:  # an older PEFT, which ignores them
-                for name in ("position_ids", "token_type_ids"):
-                    self._batch.pop(name, None)
+            model._adjust_prompt_learning_kwargs(prompt, kwargs=self._batch)  # positions come after the prefix
         self._cache = _cache(self._core, self._before + length)
         self._prefix: list[tuple[WindowLayer, torch.Tensor, torch.Tensor]] = []
         self._device = self._labels.device

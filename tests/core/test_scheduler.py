@@ -13,7 +13,7 @@ import pytest
 from symbiosis.core.clients import STOPPED_S
 from symbiosis.core.policy import Decision, Policy, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Pass, Request
-from symbiosis.core.scheduler import ALONE, ELSEWHERE, LONE, PASSED_OVER, THINKING, TURN_S, Idle, Scheduler, WaitUntil
+from symbiosis.core.scheduler import ALONE, ELSEWHERE, LONE, PASSED_OVER, THINKING, TURN_S, Scheduler, WaitUntil
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic
@@ -58,7 +58,7 @@ def run(scheduler: Scheduler, policy: Told, *takes: tuple[Request, int]) -> Batc
 
 def test_idle_when_nothing_is_queued() -> None:
     scheduler, _ = make("a")
-    assert scheduler.next_action(0.0) == Idle()
+    assert scheduler.next_action(0.0) == WaitUntil(math.inf)
 
 
 def test_slices_run_in_order_and_give_one_answer() -> None:
@@ -72,7 +72,7 @@ def test_slices_run_in_order_and_give_one_answer() -> None:
     assert scheduler.completed(batches[0], 1e-3, 0.0) == []
     assert scheduler.completed(batches[1], 1e-3, 0.0) == [r]
     assert scheduler.outstanding == 0
-    assert scheduler.next_action(0.0) == Idle()
+    assert scheduler.next_action(0.0) == WaitUntil(math.inf)
 
 
 def test_rows_left_stay_queued() -> None:
@@ -142,7 +142,7 @@ def test_cancel(moment: str) -> None:
     for batch in batches:
         assert scheduler.completed(batch, 1e-3, 0.0) == []
     assert scheduler.completed(run(scheduler, policy, (other, other.remaining)), 1e-3, 0.0) == [other]
-    assert scheduler.next_action(0.0) == Idle()
+    assert scheduler.next_action(0.0) == WaitUntil(math.inf)
     scheduler.validate()
 
 
@@ -340,7 +340,7 @@ def test_cost_does_not_grow_with_the_number_of_clients(policy: type[NoLockstep])
             started = time.thread_time()
             for name in names:
                 scheduler.submit(Request(next(ids), name, Key((layer,), Pass.FORWARD), 1, Kind.DECODE, 0.0))
-            while not isinstance(batch := scheduler.next_action(0.0), Idle):
+            while isinstance(batch := scheduler.next_action(0.0), Batch):
                 assert isinstance(batch, Batch)
                 scheduler.completed(batch, 1e-3, 0.0)
             best = min(best, (time.thread_time() - started) / clients)

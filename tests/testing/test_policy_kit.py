@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 
 from symbiosis.core.policy import Policy, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Pass, Request
-from symbiosis.core.scheduler import Idle, Scheduler
+from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import PolicyError, UsageError
 from symbiosis.policies import Fair, NoLockstep
@@ -336,7 +336,7 @@ def test_refused_decisions_name_the_policy_and_serve_in_order(policy: type[Any])
     for _ in range(40):
         oldest = next((request for request in requests if request.remaining), None)
         action = scheduler.next_action(1.0)
-        if isinstance(action, Idle):
+        if isinstance(action, WaitUntil):
             break
         assert isinstance(action, Batch)
         if action.reason == "policy-error":

@@ -28,12 +28,12 @@ from symbiosis.client.joint.entry import Inputs, enter, leave, one_token, why_al
 from symbiosis.client.joint.model import JointModel
 from symbiosis.client.joint.reading import Reading
 from symbiosis.client.joint.stacks import Slot, Stacks, give_back
-from symbiosis.client.joint.turn import Turn, copied
+from symbiosis.client.joint.turn import Turn
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.waiting import ClientThread, LoopWaiter
 from symbiosis.core.transport import Channel
-from symbiosis.errors import ClientClosedError, SymbiosisError
+from symbiosis.errors import ClientClosedError, SymbiosisError, copied
 
 
 class Seat:

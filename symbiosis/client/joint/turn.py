@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from symbiosis.client.joint.captured import Step
+from symbiosis.errors import copied
 
 
 class Turn:
@@ -85,15 +86,3 @@ class Turn:
         if steps:
             self.began()
             self._together(steps)
-
-
-def copied(error: BaseException) -> BaseException:
-    """Return a copy of an error for one of several clients."""
-    if isinstance(error, asyncio.CancelledError):
-        return asyncio.CancelledError()
-    try:
-        copy = type(error)(*error.args)
-    except Exception:  # noqa: BLE001 (an error class may take other arguments)
-        copy = RuntimeError(str(error))
-    copy.__cause__ = error.__cause__
-    return copy
