@@ -66,7 +66,9 @@ async def test_among_seven_others(architecture: str, base_layers: str) -> None:
         assert_close(outcome, plain)
 
 
-@pytest.mark.parametrize("policy", ["no-lockstep", "lockstep", "opportunistic:wait_ms=0", "co-serving:slo_ms=20,max_wait_ms=50"])
+@pytest.mark.parametrize(
+    "policy", ["no-lockstep", "lockstep", "opportunistic:wait_ms=0", "co-serving:slo_ms=20,max_wait_ms=50"]
+)
 async def test_among_others_under_every_policy(policy: str) -> None:
     model = tiny_model()
     expected = run_job_plain(model, lora(), seed=3)
