@@ -108,7 +108,7 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
     whole, halves = range(preset.layers), (range(half), range(half, preset.layers))
     async with AsyncExitStack() as stack:
 
-        def started(layers: str = "", shards: int = 1, policy: str = settings.policy) -> ServingProcess:
+        def started(layers: str | None = None, shards: int = 1, policy: str = settings.policy) -> ServingProcess:
             settings.progress("starting executors and tenants")
             options = preset.name, transport, policy, settings.base_layers
             return stack.enter_context(served(*options, layers=layers, shards=shards, packed=packed))

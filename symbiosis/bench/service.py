@@ -1,10 +1,9 @@
 """An executor and tenants in separate processes, for benchmarks over a transport.
 
-``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY BASE_LAYERS SHARDS LAYERS PACKED`` serves a preset until
-its standard input ends. It answers ``gap`` with the largest gap of its event loop since the last one, in milliseconds,
-and, with a policy ``recorded:NAME``, ``notes`` with the batches since the last time.
-``python -m symbiosis.bench.service tenant PRESET SEED LENGTH ROWS ADDRESS...`` is a tenant that follows commands on
-standard input. It has a model and an adapter for each address.
+``python -m symbiosis.bench.service serve ARGUMENTS`` serves a preset until its standard input ends. It answers ``gap``
+with the largest gap of its event loop since the last one, in milliseconds, and, with a policy ``recorded:NAME``,
+``notes`` with the batches since the last time. ``python -m symbiosis.bench.service tenant ARGUMENTS`` is a tenant that
+follows commands on standard input. It has a model and an adapter for each address. Arguments are a JSON object.
 """
 
 from __future__ import annotations
@@ -39,6 +38,10 @@ def address_for(transport: str) -> Iterator[str]:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         yield f"{transport}://127.0.0.1:{port}"
+
+
+def _command(role: str, **arguments: Any) -> list[str]:
+    return [sys.executable, "-W", "ignore", "-m", __name__, role, json.dumps(arguments)]
 
 
 RECORDED = "recorded:"
@@ -100,15 +103,15 @@ def served(
     policy: str,
     base_layers: str,
     *,
-    layers: str = "",
+    layers: str | None = None,
     shards: int = 1,
     packed: bool = True,
 ) -> Iterator[ServingProcess]:
     """Yield an executor in ``shards`` other processes that serves a preset's model, or ``layers`` of it, with weights
     that are packed or not."""
     with address_for(transport) as address:
-        command = [sys.executable, "-W", "ignore", "-m", __name__, "serve"]
-        command += [preset, address, policy, base_layers, str(shards), layers, str(packed)]
+        options = {"base_layers": base_layers, "layers": layers, "packed": packed}
+        command = _command("serve", preset=preset, address=address, policy=policy, shards=shards, options=options)
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             assert process.stdout is not None
@@ -160,14 +163,12 @@ async def tenant_processes(
     """Yield a tenant for each list of addresses, with an adapter for each address, for prompts and training batches of
     ``length`` tokens, or those of the preset. Each decodes ``rows`` texts at once."""
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-W", "ignore", "-m", __name__, "tenant", preset]
-    tenants = [
-        TenantProcess(
-            await asyncio.create_subprocess_exec(
-                *command, str(seed), str(length or 0), str(rows), *each, stdin=pipe, stdout=pipe
-            )
-        )
+    commands = [
+        _command("tenant", preset=preset, seed=seed, length=length, rows=rows, addresses=each)
         for seed, each in enumerate(addresses)
+    ]
+    tenants = [
+        TenantProcess(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)) for command in commands
     ]
     try:
         await asyncio.gather(*(tenant.prefill() for tenant in tenants))
@@ -176,7 +177,7 @@ async def tenant_processes(
         await asyncio.gather(*(tenant.end() for tenant in tenants))
 
 
-def _serve(preset: str, address: str, policy: str, base_layers: str, shards: str, layers: str, packed: str) -> None:
+def _serve(preset: str, address: str, policy: str, shards: int, options: dict[str, Any]) -> None:
     import torch
     import transformers
 
@@ -187,14 +188,13 @@ def _serve(preset: str, address: str, policy: str, base_layers: str, shards: str
         model = _wire_model() if preset == "wire" else build(PRESETS[preset], torch.device("cpu"))
         recorded = policy.removeprefix(RECORDED)
         recorder = None if policy == recorded else WalkRecorder(make_policy(recorded))
-        options: dict[str, Any] = {"policy": recorder or policy, "base_layers": base_layers, "layers": layers or None}
-        options["packed"] = packed == "True"
-        if int(shards) > 1:
+        options["policy"] = recorder or policy
+        if shards > 1:
             transformers.utils.logging.disable_progress_bar()
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
                 del model
-                executor = Executor.from_pretrained(folder, shards=int(shards), **options)
+                executor = Executor.from_pretrained(folder, shards=shards, **options)
         else:
             executor = Executor(model, **options)
         async with executor:
@@ -246,7 +246,7 @@ def _wire_model() -> Any:
     return tiny_model("llama", hidden_size=16, num_hidden_layers=1)
 
 
-def _tenant(preset: str, seed: str, length: str, rows: str, *addresses: str) -> None:
+def _tenant(preset: str, seed: int, length: int | None, rows: int, addresses: list[str]) -> None:
     import torch
     from peft import get_peft_model
 
@@ -256,12 +256,12 @@ def _tenant(preset: str, seed: str, length: str, rows: str, *addresses: str) -> 
 
     torch.set_num_threads(1)  # single rows leave no work for a second thread
     size = PRESETS[preset]
-    if int(length):
-        size = replace(size, prompt=int(length), batch=1, sequence=int(length))
+    if length is not None:
+        size = replace(size, prompt=length, batch=1, sequence=length)
     with contextlib.ExitStack() as stack:
         models = [get_peft_model(stack.enter_context(open_model(each)), lora()).eval() for each in addresses]
-        decoding = [Decoding(each, size, torch.device("cpu"), int(seed), int(rows)) for each in models]
-        jobs = [PlainJob(each, size, torch.device("cpu"), int(seed)) for each in models]
+        decoding = [Decoding(each, size, torch.device("cpu"), seed, rows) for each in models]
+        jobs = [PlainJob(each, size, torch.device("cpu"), seed) for each in models]
         for line in sys.stdin:
             command, number, *count = line.split()
             before = time.process_time()
@@ -279,6 +279,6 @@ def _tenant(preset: str, seed: str, length: str, rows: str, *addresses: str) -> 
 if __name__ == "__main__":
     wait_passively()
     if sys.argv[1] == "serve":
-        _serve(*sys.argv[2:])
+        _serve(**json.loads(sys.argv[2]))
     else:
-        _tenant(*sys.argv[2:])
+        _tenant(**json.loads(sys.argv[2]))
