@@ -31,13 +31,10 @@ def read(context: typer.Context, file: Path | None) -> Path | None:
         return None
     content = toml_in(file, f"--config {file}")
     parameters = parameters_of(context.command)
-    values = checked(f"--config {file}", content, parameters, parameters.keys() - {"limit", "config", "help"})
-    for key, value in values.items():
-        try:
-            if value:  # else the command line perhaps has a list in place of an empty one
-                parameters[key].process_value(context, value)
-        except typer.BadParameter as error:
-            raise UsageError(f"--config {file}: {key} = {value}: {error.format_message()}") from error
+    where = f"--config {file}"
+    values = checked(where, content, parameters, parameters.keys() - {"limit", "config", "help"})
+    # The command line perhaps has a list in place of an empty one.
+    converted(context, where, parameters, {key: value for key, value in values.items() if value})
     context.default_map = {parameters[key].name: value for key, value in values.items()}
     return file
 
@@ -54,12 +51,12 @@ def checked(
 
     Args:
         where: names the table in errors.
-        known: the keys that the table may have, beside ``limits``.
+        known: the keys that the table may have, beside ``limits`` for a command with that option.
 
     Raises:
         UsageError: a key or the form of a value is wrong.
     """
-    known = sorted({"limits", *known})
+    known = sorted({*known, *(["limits"] if "limit" in parameters else [])})
     values: dict[str, str | list[str]] = {}
     for key, value in content.items():
         refuse_unknown(where, key, known)
@@ -77,6 +74,23 @@ def checked(
             raise UsageError(f"{where}: {key} is {value!r}; give a {'list of texts' if several else 'value'}")
         values[key] = [str(each) for each in value] if several else str(value)
     return values
+
+
+def converted(
+    context: typer.Context, where: str, parameters: Mapping[str, Any], values: Mapping[str, str | list[str]]
+) -> dict[str, Any]:
+    """Return values of :func:`checked` as the command gets them, by the names of its parameters.
+
+    Raises:
+        UsageError: the command does not take a value.
+    """
+    found = {}
+    for key, value in values.items():
+        try:
+            found[parameters[key].name] = parameters[key].process_value(context, value)
+        except typer.BadParameter as error:
+            raise UsageError(f"{where}: {key} = {value}: {error.message}") from error
+    return found
 
 
 def refuse_unknown(where: str, key: str, known: Sequence[str], what: str = "key") -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from symbiosis.cli.config import checked, converted, parameters_of
 from symbiosis.cli.data import LOG_FILE
 from symbiosis.cli.folder import OPTIONS_FILE, check_json, checkpoints, earlier_in, owned
 from symbiosis.cli.inputs import read_inputs
@@ -110,30 +111,20 @@ def _problem(output: Path, failed: list[str], total: int) -> str:
 
 
 def _read(context: typer.Context, file: Path) -> dict[str, dict[str, Any]]:
-    runs = toml_in(file, f"--sweep {file}")
-    options = (each for each in context.command.params if isinstance(each, typer.core.TyperOption))
-    known = {str(each.name): each for each in options if each.name not in _OWN | {"help"}}
-    for name, changes in runs.items():
+    runs: dict[str, dict[str, Any]] = {}
+    parameters = parameters_of(context.command)
+    options = (key for key, each in parameters.items() if isinstance(each, typer.core.TyperOption))
+    known = [key for key in options if parameters[key].name not in _OWN | {"help"}]
+    for name, changes in toml_in(file, f"--sweep {file}").items():
         if not isinstance(changes, dict):
             raise UsageError(f"--sweep {file}: {name!r} is no table; write [{name}] and its options, such as lora")
         if not re.fullmatch(r"\w[\w .+=,-]{0,99}", name) or name.endswith(".log"):
             raise UsageError(f"--sweep {file}: [{name}] cannot be the name of a folder for its run; choose another one")
-        unknown = [key for key in changes if key.replace("-", "_") not in known]
-        if unknown:
-            names = ", ".join(sorted(one.replace("_", "-") for one in known))
-            raise UsageError(f"--sweep {file}: [{name}] has no option {unknown[0]!r}; there are {names}")
-        for key, value in changes.items():
-            option = known[key.replace("-", "_")]
-            try:
-                if isinstance(value, bool) is not bool(option.is_flag):
-                    raise typer.BadParameter("give true or false" if option.is_flag else "give a value")
-                several = option.multiple and not isinstance(value, list)
-                changes[key] = option.process_value(context, [value] if several else value)
-            except typer.BadParameter as error:
-                raise UsageError(f"--sweep {file}: [{name}] {key} = {value!r}: {error.message}") from error
+        where = f"--sweep {file}: [{name}]"
+        runs[name] = converted(context, where, parameters, checked(where, changes, parameters, known))
     if not runs:
         raise UsageError(f"--sweep {file}: there is no run in it; write a table such as [small] for each")
-    return {name: {key.replace("-", "_"): value for key, value in runs[name].items()} for name in runs}
+    return runs
 
 
 def _command(context: typer.Context, changes: dict[str, Any], folder: Path) -> list[str]:

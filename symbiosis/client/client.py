@@ -69,7 +69,7 @@ class Client:
         self._connect = connect
         self._peft_config = peft_config
         self._seed = seed
-        self._device = None if device is None else torch.device(device)
+        self._device = None if device is None else torch.empty(0, device=device).device  # with the number of the GPU
         self._model: Any = None
         self._channel: Channel | None = None
         self._requester = Requester(masked=masked)

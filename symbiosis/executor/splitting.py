@@ -176,7 +176,7 @@ class SplitModel:
         """Move what is left of the model."""
         if device is not None:
             self.model._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
-            self.device = torch.device(device)
+            self.device = torch.empty(0, device=device).device  # with the number of the GPU, as tensors have it
 
     def _load_as(self, dtype: torch.dtype) -> None:
         """Give what is left of the model the precision in which transformers loads it with ``dtype=``: buffers that no

@@ -56,11 +56,12 @@ class Memory:
             )
         storage, offset = self._memory.untyped_storage(), self._memory.storage_offset() + place - self.start
         found = []
-        for width, dtype in columns:
-            # Views of one tensor would share its version counter, which autograd checks while others are written to.
-            matrix: Any = torch.empty(0, dtype=dtype, device=self._memory.device)
-            found.append(matrix.set_(storage, offset // dtype.itemsize, (rows, width)))
-            offset += align(rows * width * dtype.itemsize)
+        with torch.inference_mode(False):  # the caller's mode may be another one when they are written to
+            for width, dtype in columns:
+                # Views of one tensor would share its version counter, which autograd checks during other writes.
+                matrix: Any = torch.empty(0, dtype=dtype, device=self._memory.device)
+                found.append(matrix.set_(storage, offset // dtype.itemsize, (rows, width)))
+                offset += align(rows * width * dtype.itemsize)
         return tuple(found)
 
 

@@ -16,6 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import torch
+
 from symbiosis.core.requests import Call, Results
 from symbiosis.errors import (
     ClientClosedError,
@@ -264,6 +266,7 @@ class ThreadedChannel(SynchronousChannel):
 
     def __init__(self, opening: Coroutine[Any, Any, AsyncChannel]) -> None:
         self._loop = asyncio.new_event_loop()
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._thread = threading.Thread(target=self._run, name="symbiosis-loop", daemon=True)
         self._thread.start()
         opened = asyncio.run_coroutine_threadsafe(opening, self._loop)
@@ -284,6 +287,8 @@ class ThreadedChannel(SynchronousChannel):
         super().__init__()
 
     def _run(self) -> None:
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)  # each thread has a current one of its own
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.get_loop().run_forever()
 

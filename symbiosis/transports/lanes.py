@@ -6,8 +6,8 @@ also sends a message over the control connection; the receiver allocates, after 
 message. Sender and receiver match by order alone.
 
 Each lane has a thread, because an operation of gloo blocks, and on CUDA a stream of its own: the current stream of a
-new thread is the default stream, on which all lanes would wait for one another. Streams wait for events; threads do not
-wait for the GPU.
+new thread is the default stream, on which all lanes would wait for one another. A lane's thread waits until its
+matrices have been sent or received, so the streams of the executor and of the client never wait for a peer.
 
 A peer that dies ends its own lanes only: gloo raises an error in the thread that waits, at once or, in the middle of a
 matrix, after :data:`WITHIN_S` (decision 0021). Peers are trusted: what a peer sends on a lane is not checked.
@@ -45,6 +45,8 @@ WITHIN_S = 60.0
 matrix of 1 GiB takes 9 s at 1 Gbit/s; a peer that dies in the middle of one is noticed after this time."""
 MEET_WITHIN_S = 4.0
 """Seconds that one attempt of gloo to connect may take; gloo makes five attempts."""
+_LOOK_S = 2e-5
+"""Seconds between two looks at a matrix on its way between GPUs."""
 END_WITHIN_S = 5.0
 """Seconds to wait for the threads of lanes at the end of the process."""
 
@@ -195,7 +197,7 @@ class Lanes:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(note)
 
-    def from_thread(self, callback: Callable[..., None], *arguments: Any) -> None:
+    def from_thread(self, callback: Callable[..., object], *arguments: Any) -> None:
         """Have the event loop call ``callback``, unless the lanes are closed by then."""
 
         def unless_closed() -> None:
@@ -270,10 +272,11 @@ class _Lane:
             if device.type == "cpu":
                 work.wait(timedelta(seconds=WITHIN_S))
             else:
-                work.wait()  # has this thread's stream wait; with a limit, NCCL would block this thread
+                work.wait()  # has this thread's stream wait; with a limit, NCCL would look once a millisecond only
                 tensor.record_stream(torch.cuda.current_stream(device))
+                _wait(_event(device), WITHIN_S)
         if done is not None:
-            self._lanes.from_thread(_after, _event(device), done)
+            self._lanes.from_thread(done)
         return True
 
 
@@ -300,7 +303,10 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def _after(event: torch.cuda.Event | None, done: Callable[[], object]) -> None:
-    if event is not None:
-        event.wait()
-    done()
+def _wait(event: Any, seconds: float) -> None:
+    """Wait until what an event stands for is done. Raises TimeoutError after ``seconds``."""
+    end = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > end:
+            raise TimeoutError(f"the other side has not sent or taken a matrix within {seconds:.0f} s")
+        time.sleep(_LOOK_S)

@@ -130,9 +130,9 @@ def test_the_command_line_wins(tmp_path: Path, served: dict[str, Any]) -> None:
         ("limits = 3", "limits is a table"),
         ("[policy]\nfair = 1", "policy is a table"),
         ("[limits]\ncals = 3", "the names are calls, rows"),
-        ("max-rows = 0", "serve.toml: max-rows = 0: Invalid value"),
-        ("max-rows = true", "max-rows = True: Invalid value"),
-        ("packed = 'maybe'", "packed = maybe: Invalid value"),
+        ("max-rows = 0", "serve.toml: max-rows = 0: Input should be greater"),
+        ("max-rows = true", "max-rows = True: Input should be a valid integer"),
+        ("packed = 'maybe'", "packed = maybe: Input should be a valid boolean"),
         ("= 3", "Invalid statement (at line 1, column 1)"),
     ],
 )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from symbiosis.client.joint import captured, decoder
 from symbiosis.client.joint.captured import CapturedWalks
 from symbiosis.client.joint.pool import Pool, PooledLayer
 from symbiosis.policies import Fair, NoLockstep
+from symbiosis.testing import tiny_model
 from tests.client.test_joint import assert_equal, check_each_tenant, expected_of, generate, model_of, some_clients, text
 from tests.helpers import BATCH, LOGITS, adamw, lora
 
@@ -53,13 +55,17 @@ def tolerance(device: str) -> float:
 
 
 def _pools(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return a list to which the rows and the capacity of each further pool are added."""
+    """Return a list to which the rows and the capacity of each further pool are added. No other pool may be there when
+    one is made: a GPU may have room for one only."""
     made: list[tuple[int, int]] = []
+    earlier: list[weakref.ref[Pool]] = []
     make = Pool.__init__
 
     def noted(self: Pool, like: Any, rows: int, capacity: int) -> None:
+        assert not any(pool() for pool in earlier)
         made.append((rows, capacity))
         make(self, like, rows, capacity)
+        earlier.append(weakref.ref(self))
 
     monkeypatch.setattr(Pool, "__init__", noted)
     return made
@@ -98,9 +104,16 @@ async def test_windows_are_not_captured(device: str, walks: _Walks, caplog: pyte
     assert "joint walks are not captured: its cache has layers with a window" in caplog.text
 
 
-async def test_layers_of_one_width_are_not_captured(device: str, walks: _Walks) -> None:
-    """The key of the whole walk could be that of siblings. The tiny mixture of experts is such a model."""
+async def test_experts_are_not_captured(device: str, walks: _Walks) -> None:
     await check_each_tenant("mixtral", False, "fast", device, tolerance(device))
+    assert walks.refusals == {"its code reads on the host which experts have rows"}
+
+
+async def test_layers_of_one_width_are_not_captured(device: str, walks: _Walks) -> None:
+    """The key of the whole walk could be that of siblings."""
+    base = tiny_model("llama", intermediate_size=32).to(device)
+    async with some_clients(2, base) as (_, clients):
+        await asyncio.gather(*map(generate, clients))
     assert walks.refusals == {"its base layers all take rows of one width"}
 
 

@@ -193,3 +193,9 @@ def test_layers_of_every_walk(base: Any) -> None:
 
 def test_layers_of_every_walk_are_unknown_for_another_model() -> None:
     assert SplitModel(nn.Sequential(nn.Linear(2, 2))).token_layers() == []
+
+
+def test_a_device_has_the_number_that_its_tensors_have() -> None:
+    """Rows are compared with it: torch.device("cuda") is not torch.device("cuda:0"), as with cpu:0 and cpu."""
+    split = SplitModel(tiny_model(), layers="0", device="cpu:0")
+    assert {parameter.device for parameter in split.layers[0].module.parameters()} == {split.device}

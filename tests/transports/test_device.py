@@ -6,6 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from symbiosis.core.budget import CONNECTION_BYTES, COVERED_BYTES
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Columns, Key, Pass
 from symbiosis.core.terms import Kind
-from symbiosis.errors import UsageError, WireError
+from symbiosis.errors import LayerError, UsageError, WireError
 from symbiosis.testing import Comparison, run_job, run_job_plain
 from symbiosis.transports import device
 from symbiosis.transports.arena import Arena
@@ -185,6 +186,25 @@ async def test_a_client_without_that_gpu_uses_the_hosts_memory(
         async with symbiosis.connect(address) as remote, remote.client() as client:
             await client.forward(input_ids=IDS)
     assert not gpu.memory
+
+
+async def test_a_client_waits_for_writes_of_a_call_that_has_failed(
+    base: Any, address: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU may still have to write results of a part of its rows where the client's next call will be."""
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        channel = await make_transport(address).connect(address, "client")
+        x = torch.ones(4, 32)
+        await asyncio.wait_for(channel.send(Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (x,))), 20)
+        _, answered = gpu.events
+        before = answered.recorded
+        monkeypatch.setattr(executor.engine.runner, "run", fails := Mock(side_effect=RuntimeError("no memory")))
+        monkeypatch.setattr(executor.engine.runner, "run_alone", fails)
+        with pytest.raises(LayerError):
+            await asyncio.wait_for(channel.send(Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (x,))), 20)
+        assert answered.recorded == before + 1
+        channel.close()
 
 
 def test_places_are_checked(gpu: Gpu) -> None:

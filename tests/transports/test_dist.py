@@ -11,6 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import BrokenError, ConnectionLostError, UsageError, WireError
 from symbiosis.testing import tiny_model
 from symbiosis.transports import lanes, wire
+from symbiosis.transports.blocking import ThreadedChannel
 from symbiosis.transports.connection import joined
 from symbiosis.transports.dist import LaneCarrier, LaneConnection
 from symbiosis.transports.keys import new_key
@@ -111,6 +113,31 @@ with symbiosis.open_model(sys.argv[1]) as model:
     model(torch.arange(3, 21).reshape(2, 9))
 print("end of script")
 """
+
+
+async def test_a_lane_waits_for_the_gpu_on_its_own_thread() -> None:
+    event = Mock(query=Mock(side_effect=[False, False, True]))
+    lanes._wait(event, 10.0)
+    assert event.query.call_count == 3
+    event = Mock(query=Mock(return_value=False))
+    with pytest.raises(TimeoutError, match="has not sent or taken a matrix within 0 s"):
+        lanes._wait(event, 0.01)
+
+
+async def test_a_thread_for_synchronous_code_has_its_current_gpu(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = threading.local()
+    current.gpu = 3
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current.gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    async def fails() -> Any:
+        raise ConnectionLostError("no executor")
+
+    with pytest.raises(ConnectionLostError):
+        ThreadedChannel(fails())
+    assert chosen == [3]
 
 
 @pytest.mark.thorough

@@ -130,6 +130,8 @@ class CapturedWalks:
     @torch.no_grad()
     def _check(self, trials: Sequence[Trial]) -> None:
         """Walk texts of different lengths in a pool, with empty rows between them, and compare the results."""
+        if self._model.has_experts:
+            raise JointError("its code reads on the host which experts have rows")
         if any(structure(trial.cache) != (DynamicLayer,) * len(trial.cache.layers) for trial in trials):
             raise JointError("its cache has layers with a window")
         pool = Pool(self._like, 2 * len(trials), 2 * max(trial.cache.get_seq_length() for trial in trials))
@@ -216,11 +218,12 @@ class CapturedWalks:
         fit = self._choose(steps)
         if not fit or not self._give_rows([step.seat for step in fit]):
             return None, []
-        least, walk = max(step.cache.get_seq_length() for step in fit) + 1, self._walk
-        if walk is None or least > walk.pool.capacity or self._is_roomy(walk, least):
-            walk = self._make(fit, least)
-            if walk is None:
-                return None, []
+        least = max(step.cache.get_seq_length() for step in fit) + 1
+        fits = self._walk is not None and least <= self._walk.pool.capacity and not self._is_roomy(self._walk, least)
+        if not fits and not self._make(fit, least):
+            return None, []
+        walk = self._walk
+        assert walk is not None
         rows = [self._rows.index(step.seat) for step in fit]
         walk.pool.take_out_full(except_=rows)
         placed = [(row, step) for row, step in zip(rows, fit, strict=True) if walk.pool.put(row, step.cache)]
@@ -288,22 +291,22 @@ class CapturedWalks:
             self._rows, self._versions = rows, [seat.version for seat in rows]
         return True
 
-    def _make(self, steps: Sequence[Step], least: int) -> CapturedWalk | None:
-        """Return a walk with room for texts of ``least`` tokens. If they would take too much memory, return None and
-        keep the present walk."""
-        like, walk = self._like, self._walk
+    def _make(self, steps: Sequence[Step], least: int) -> bool:
+        """Make a walk with room for texts of ``least`` tokens, after the present one is freed, and return True. If they
+        would take too much memory, keep the present walk and return False."""
+        like = self._like
         rows, capacity = max(_doubled(len(self._rows)), 2), max(_doubled(least), _FIRST)
-        freed = 0 if walk is None else walk.pool.bytes
+        freed = 0 if self._walk is None else self._walk.pool.bytes
         if Pool.size(like, rows, capacity) > _PART * (_free(self._device) + freed):
             self._tell(f"{rows} rows of {capacity} tokens would take more than half of the free memory")
-            return None
+            return False
         self._drop()
         taking_part = [step.seat for step in steps]
         # A client that pauses may have changed its adapter. It then gets a row at its next token.
         kept = [seat for seat in self._rows if seat in taking_part or seat.reading.is_current(thorough=True)]
         self._rows, self._versions = kept, [seat.version for seat in kept]
         self._walk = self._walk_in(Pool(like, rows, capacity), kept)
-        return self._walk
+        return True
 
     def _walk_in(self, pool: Pool, seats: Sequence[Walker]) -> CapturedWalk:
         clients: list[tuple[Adapted, dict[str, Slot]]] = [(seat.reading.adapted, seat.slots) for seat in seats]

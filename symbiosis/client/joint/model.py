@@ -38,6 +38,7 @@ class JointModel:
         self._model = skeleton
         self._inner = skeleton.config._attn_implementation
         self._layers = make_joint(skeleton)
+        self.has_experts = any(isinstance(module, VirtExperts) for module in skeleton.modules())
 
     def adapters(self, clients: Sequence[tuple[Adapted, Mapping[str, Slot]]]) -> dict[str, Any]:
         """Return the adapters of a walk, given each row's, for :meth:`seat`."""
