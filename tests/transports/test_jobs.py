@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 
 import symbiosis
 from symbiosis.core.transport import Listener
 from symbiosis.errors import RefusedError
 from symbiosis.testing import ARCHITECTURES, Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import lanes
-from tests.helpers import IDS, METHODS, SHORT, assert_close, crowd, ia3, in_thread, lora, prefix, restart
+from tests.helpers import BATCH, IDS, METHODS, SHORT, adamw, assert_close, crowd, ia3, in_thread, lora, prefix, restart
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,30 @@ async def test_among_others(base: Any, site: Site) -> None:
                 outcomes = await asyncio.gather(*[watched(seed, config) for seed, config in enumerate(configs)])
     for outcome, wanted in zip(outcomes, expected, strict=True):
         assert_close(outcome, wanted)
+
+
+@pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
+async def test_training_after_inference_mode(base: Any, kind: str, site: Site) -> None:
+    """Tensors that were made in inference mode cannot be written to outside of it."""
+    async with symbiosis.Executor(base) as executor:
+        address = (await site.listen(executor)).address
+        if kind == "coroutines":
+            async with symbiosis.connect(address, **site.connecting) as remote:
+                async with remote.client(lora(), seed=0) as client:
+                    with torch.inference_mode():
+                        await client.forward(input_ids=IDS)
+                    for _ in range(2):
+                        await client.train_step(BATCH, adamw(client.model))
+        else:
+
+            def tenant() -> None:
+                with symbiosis.open_model(address, **site.connecting) as model:
+                    tuned = get_peft_model(model, lora())
+                    with torch.inference_mode():
+                        tuned(input_ids=IDS)
+                    tuned(**BATCH).loss.backward()
+
+            await in_thread(tenant)
 
 
 @pytest.mark.parametrize("kind", ["coroutines", "synchronous"])

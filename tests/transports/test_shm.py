@@ -131,29 +131,6 @@ async def test_threads_open_models_at_once(base: Any, address: str) -> None:
         assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
 
 
-@pytest.mark.parametrize("kind", ["coroutine", "synchronous"])
-async def test_training_after_inference_mode(base: Any, address: str, kind: str) -> None:
-    """Tensors that were made in inference mode cannot be written to outside of it."""
-    async with symbiosis.Executor(base) as executor:
-        await executor.listen(address)
-        if kind == "coroutine":
-            async with symbiosis.connect(address) as remote, remote.client(lora(), seed=0) as client:
-                with torch.inference_mode():
-                    await client.forward(input_ids=IDS)
-                for _ in range(2):
-                    await client.train_step(BATCH, adamw(client.model))
-        else:
-
-            def tenant() -> None:
-                with symbiosis.open_model(address) as model:
-                    tuned = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
-                    with torch.inference_mode():
-                        tuned(input_ids=IDS)
-                    tuned(**BATCH).loss.backward()
-
-            await in_thread(tenant)
-
-
 async def test_copies_of_a_model_share_its_connection(base: Any, address: str) -> None:
     expected = base(input_ids=IDS).logits
 
