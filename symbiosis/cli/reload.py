@@ -79,7 +79,8 @@ class Reloader:
             log.warning("changes need a restart", keys=", ".join(restart))
         old = {**asdict(self._limits), "max_bytes": self._max_bytes}
         new = {**asdict(limits), "max_bytes": max_bytes}
-        log.info("limits reloaded", **{name: f"{old[name]} → {new[name]}" for name in new if old[name] != new[name]})
+        changed = {name: f"{old[name]} → {new[name]}" for name in new if old[name] != new[name]}
+        log.info("limits reloaded", **(changed or {"changed": "nothing"}))
         self._limits, self._max_bytes = limits, max_bytes
 
     def _wanted(self) -> tuple[Limits, int]:

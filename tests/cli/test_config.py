@@ -167,6 +167,7 @@ def test_reloaded_limits(tmp_path: Path, served: dict[str, Any], caplog: pytest.
     caplog.clear()
     served["reloader"].apply(executor)
     assert [record.message for record in caplog.records] == ["changes need a restart", "limits reloaded"]
+    assert vars(caplog.records[1])["changed"] == "nothing"
     caplog.clear()
     (tmp_path / "serve.toml").write_text("model = 'a'")
     served["reloader"].apply(executor)
