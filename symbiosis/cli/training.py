@@ -91,7 +91,8 @@ class Training:
         try:
             model: Any = get_peft_model(base, config)
         except (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:  # what PEFT raises
-            raise UsageError(f"{option}: {' '.join(str(error).split())}") from error
+            of_type = "a value has a wrong type: " if isinstance(error, TypeError) else ""
+            raise UsageError(f"{option}: {of_type}{' '.join(str(error).split())}") from error
         self._model = model
         self._watch = _Watch(output)
         pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)

@@ -207,6 +207,7 @@ PROMPTS = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4, "prompt_tuning
         ({"peft_type": "lora2"}, "unknown peft_type 'LORA2'; did you mean LORA or "),
         ({"peft_type": "NONE"}, "unknown peft_type 'NONE'; "),
         ({"peft_type": "LORA", "rnk_pattern": {}}, "unknown key 'rnk_pattern'; did you mean rank_pattern"),
+        ({"peft_type": "LORA", "r": "eight"}, "a value has a wrong type: '<=' not supported between"),
         ({"peft_type": "LORA", "task_type": "SEQ_CLS"}, 'causal language models; leave "task_type" out'),
         (dict.fromkeys(("prompt_tuning_init_text", "tokenizer_name_or_path"), "absent") | PROMPTS, "offline mode"),
     ],
