@@ -1,7 +1,8 @@
 """torch's per-thread modes, taken off a thread and put back.
 
 Clients share the event loop's thread, so the modes of one client must not reach another client, or the executor. A mode
-is a grad, inference, autocast or forward-AD mode, a function or dispatch mode, or a saved-tensor hook.
+is a grad, inference, autocast or forward-AD mode, a function or dispatch mode, or a saved-tensor hook. The default
+device of ``torch.set_default_device`` is none: it is the process's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def in_modes() -> bool:
     return bool(
         torch.is_inference_mode_enabled()
         or torch._C._is_any_autocast_enabled()
-        or torch._C._len_torch_function_stack()
+        or (torch._C._len_torch_function_stack() and any(mode is not _default_device() for mode in _function_modes()))
         or torch._C._len_torch_dispatch_stack()
         or _engine._top_saved_tensors_default_hooks(False) is not None
         or not _engine._saved_tensors_hooks_is_enabled()
@@ -57,9 +58,11 @@ class Modes:
         self._no_hooks: str | None = _engine._saved_tensors_hooks_get_disabled_error_message()
         if self._no_hooks is not None:
             _engine._saved_tensors_hooks_enable()
-        self._function: list[Any] = [
-            torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())
-        ]
+        kept = _default_device()
+        function = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+        self._function: list[Any] = [mode for mode in function if mode is not kept]
+        if len(self._function) < len(function):
+            torch._C._push_on_torch_function_stack(kept)
         self._dispatch: list[Any] = [dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
 
     def _park_autocast(self) -> None:
@@ -90,6 +93,15 @@ class Modes:
         torch._C._set_fwd_grad_enabled(self._forward_ad)
         if self._inference is not None:
             self._inference.__exit__(None, None, None)
+
+
+def _default_device() -> Any:
+    """Return the function mode that ``torch.set_default_device`` has put on this thread, or None."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
 
 
 _set_grad_enabled = torch._C._set_grad_enabled

@@ -204,7 +204,8 @@ class Client:
         are those of the whole sequence, up to the order of sums. The client then holds the activations of one window
         and the keys and values of all, and sends smaller requests. Each window except the last is run forward twice.
 
-        A step that fails, or is cancelled, leaves parameters as they were and no gradients.
+        A step that fails, or is cancelled, leaves no gradients, and parameters as they were unless the optimizer had
+        begun. A step that is cancelled then is completed first.
 
         Args:
             batch: arguments of the model, with ``labels``; tensors are moved to the client's device.
@@ -232,10 +233,10 @@ class Client:
             try:
                 with in_training_step(model):
                     loss = await drive(training_step(model, inputs, window, prune), self._run_operation)
+                await self._on_thread(_step, optimizer)
             except BaseException:
-                optimizer.zero_grad()  # gradients of a part of the batch, which would distort the next step
+                optimizer.zero_grad()  # gradients that would be added to those of the next step
                 raise
-            await self._on_thread(_step, optimizer)
             return loss
 
     def wrap_channel(self, wrap: Callable[[Channel], C]) -> C:

@@ -142,21 +142,52 @@ async def run_in_fiber(
     The function starts in the torch modes of the caller, and must restore them before it returns. Cancelling the
     awaiting task raises ``CancelledError`` in the function, where it waits.
     """
+    fiber = _made(stream, observer)
+    return cast(T, await _driven(fiber, fiber.switch(stream, fn, args, kwargs)))
+
+
+async def run_apart(
+    stream: RandomStream, observer: Channel, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Do what :func:`run_in_fiber` does, for work that no caller waits for: the function starts in torch's defaults,
+    whatever modes a coroutine holds that waits for something else."""
+    fiber = _made(stream, observer)
+    return cast(T, await _driven(fiber, _continued(fiber, fiber.switch, stream, fn, args, kwargs)))
+
+
+def _made(stream: RandomStream, observer: Channel) -> Fiber:
     fiber = Fiber(_entry)
     fiber.stream = stream
     fiber.observer = observer
     fiber.gr_context = contextvars.copy_context()
-    out: Any = fiber.switch(stream, fn, args, kwargs)
+    return fiber
+
+
+async def _driven(fiber: Fiber, out: Any) -> Any:
+    """Drive a fiber that has started, and return its result."""
     while not fiber.dead:
         # The fiber takes the result out of this list, so that no variable here keeps a tenant's rows alive.
         try:
-            observer.flush()
+            fiber.observer.flush()
             result = [await out]
         except BaseException as error:  # noqa: BLE001 (the fiber must see the error)
-            out = fiber.throw(error)
+            out = _continued(fiber, fiber.throw, error)
         else:
-            out = fiber.switch(result)
-    return cast(T, out)
+            out = _continued(fiber, fiber.switch, result)
+    return out
+
+
+def _continued(fiber: Fiber, switch: Callable[..., Any], *arguments: Any) -> Any:
+    """Let a fiber run on, in its own torch modes alone. A coroutine may hold others while it waits for something else;
+    they stay on the thread afterwards, unless the fiber has ended and its caller has modes of its own."""
+    if not in_modes():
+        return switch(*arguments)
+    others = Modes()
+    try:
+        return switch(*arguments)
+    finally:
+        if not (fiber.dead and in_modes()):
+            others.restore()
 
 
 def _entry(stream: RandomStream, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:

@@ -101,8 +101,8 @@ def open_model(
         model: Any = skeleton_for(channel, requester)
         if device is not None:
             model = model.to(device)
-        model.register_forward_pre_hook(walks.begin)
-        model.register_forward_hook(walks.end, always_call=True)
+        model.register_forward_pre_hook(walks.forward_begins)
+        model.register_forward_hook(walks.forward_ends, always_call=True)
         model.register_forward_hook(explain_training)
         opened = OpenedModel(
             model, requester, channel, lambda: tokenizer_of(transport.look(address).tokenizer, address)
@@ -145,6 +145,8 @@ class WalkCounter:
         self._channel = channel
         self._lock = threading.RLock()
         self._open = 0
+        self._thread = threading.local()
+        """Forward passes that the current thread is in."""
         self._backwards: set[int] = set()
         """Backward passes in progress, by the number that the autograd engine gives them."""
 
@@ -157,15 +159,24 @@ class WalkCounter:
             "instead (save_pretrained of the PEFT model)"
         )
 
-    def begin(self, *_: Any) -> None:
-        """Note that a walk begins. Serves as a forward pre-hook."""
+    def forward_begins(self, *_: Any) -> None:
+        """Serve as a forward pre-hook."""
+        self._thread.forwards = getattr(self._thread, "forwards", 0) + 1
+        self._begin()
+
+    def forward_ends(self, *_: Any) -> None:
+        """Serve as a forward hook that is always called, also if another pre-hook has raised before this object's."""
+        if getattr(self._thread, "forwards", 0):
+            self._thread.forwards -= 1
+            self._end()
+
+    def _begin(self) -> None:
         with self._lock:
             self._open += 1
             if self._open == 1:
                 self._channel.begin_walk()
 
-    def end(self, *_: Any) -> None:
-        """Note that a walk has ended. Serves as a forward hook."""
+    def _end(self) -> None:
         with self._lock:
             self._open -= 1
             if self._open == 0:
@@ -180,7 +191,7 @@ class WalkCounter:
             if number in self._backwards:
                 return
             self._backwards.add(number)
-        self.begin()
+        self._begin()
 
         def callback() -> None:
             ended()
@@ -193,4 +204,4 @@ class WalkCounter:
     def _backward_ended(self, number: int) -> None:
         with self._lock:
             self._backwards.remove(number)
-        self.end()
+        self._end()

@@ -46,7 +46,8 @@ def skeleton_for(channel: Channel, requester: Requester) -> nn.Module:
     requester.quantization = share.description.get("quantization")
     hollows = _hollows.setdefault(share, {})
     if device not in hollows:
-        hollows[device] = Hollow(share, device)
+        with torch.inference_mode(False):  # other clients will use it
+            hollows[device] = Hollow(share, device)
     return hollows[device].skeleton(requester)
 
 

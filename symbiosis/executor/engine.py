@@ -12,6 +12,7 @@ meanwhile. A lock therefore guards the scheduler; no batch runs while it is held
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -35,7 +36,7 @@ from symbiosis.executor.runner import Compute, DeviceClock, Runner
 from symbiosis.executor.statistics import Counters, Statistics
 from symbiosis.executor.timeline import Timeline
 from symbiosis.executor.unpacked import Unpacked
-from symbiosis.modes import in_modes
+from symbiosis.modes import in_modes, modes_aside
 
 log = logging.getLogger(__name__)
 
@@ -314,7 +315,9 @@ class Engine:
             self._report_policy()
         if isinstance(action, Batch):
             try:
-                self._run(action, loop)
+                # Modes that a coroutine holds while it waits must not reach base layers.
+                with modes_aside() if in_modes() else contextlib.nullcontext():
+                    self._run(action, loop)
             finally:
                 # This turn follows the callbacks of the answered clients, so they can join the next batch.
                 if self._pump is not None:

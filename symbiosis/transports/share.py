@@ -146,8 +146,10 @@ def tensors_in(descriptor: int) -> dict[str, torch.Tensor]:
         if not name.exists():
             with open(descriptor, "rb", closefd=False) as opened:
                 opened.seek(0)
-                return safetensors.torch.load(opened.read())
-        with safe_open(str(name), "pt") as file:
+                data = opened.read()
+            with torch.inference_mode(False):  # clients of this process have the tensors in common
+                return safetensors.torch.load(data)
+        with torch.inference_mode(False), safe_open(str(name), "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except SafetensorError as error:
         raise WireError(f"the executor's share cannot be read: {error}") from error

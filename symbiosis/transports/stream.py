@@ -224,7 +224,8 @@ def payload_of(tensors: Sequence[torch.Tensor]) -> tuple[int, list[Any]]:
 def block(size: int) -> tuple[torch.Tensor, memoryview]:
     """Return memory for a payload, as a tensor and as a view. torch aligns it to 64 bytes: on unaligned rows a matrix
     product may differ in its last bits."""
-    memory = torch.empty(size, dtype=torch.uint8)
+    with torch.inference_mode(False):  # a coroutine may hold that mode while it waits for something else
+        memory = torch.empty(size, dtype=torch.uint8)
     return memory, memory.numpy().data
 
 

@@ -192,7 +192,12 @@ class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol)
         self._channel = None
         self._error = self._error or ConnectionLostError(f"the connection to {self.address} was closed")
         self.carrier.close()
-        (self._transport or self._socket).close()
+        if self._transport is None:
+            self._socket.close()
+            return
+        if not self._transport.is_closing():
+            self._transport.write_eof()  # a child process may have the socket too
+        self._transport.close()
 
 
 class BlockingStreamClient(StreamClient, BlockingConnection):

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -94,6 +95,34 @@ async def test_a_step_that_fails_leaves_no_gradients(executor: symbiosis.Executo
         assert torch.equal(first, before)
         await client.train_step(BATCH, optimizer, window=window)
         assert not torch.equal(first, before)
+
+
+async def test_an_optimizer_that_fails_leaves_no_gradients(executor: symbiosis.Executor) -> None:
+    async with executor.client(lora()) as client:
+        optimizer = adamw(client.model)
+        optimizer.register_step_pre_hook(Mock(side_effect=RuntimeError("no memory")))
+        with pytest.raises(RuntimeError, match="no memory"):
+            await client.train_step(BATCH, optimizer)
+        assert all(parameter.grad is None for parameter in client.model.parameters())
+
+
+async def test_a_forward_that_a_library_replaces(
+    executor: symbiosis.Executor, base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    own = type(base).forward
+
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return own(self, *args, **kwargs)
+
+    async with executor.client(lora()) as before:
+        await before.forward(input_ids=IDS)
+        monkeypatch.setattr(type(base), "forward", replaced)
+        await before.forward(input_ids=IDS)
+        async with executor.client(lora()) as after:
+            await after.forward(input_ids=IDS)
+    assert len(calls) == 2
 
 
 async def test_train_step(executor: symbiosis.Executor, base: Any) -> None:

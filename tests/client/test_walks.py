@@ -59,11 +59,11 @@ def backward(walk: WalkCounter, then: Any, layers: int = 1) -> None:
 def test_walks_that_overlap(channel: Any) -> None:
     """The walk lasts from the first begin to the last end, whichever thread calls it."""
     walk = WalkCounter(channel)
-    walk.begin()
-    walk.begin()
-    walk.end()
+    walk.forward_begins()
+    walk.forward_begins()
+    walk.forward_ends()
     assert channel.said == ["begin"]
-    walk.end()
+    walk.forward_ends()
     assert channel.said == ["begin", "end"]
 
 
@@ -72,9 +72,9 @@ def test_many_threads(channel: Any) -> None:
 
     def work() -> None:
         for _ in range(200):
-            walk.begin()
+            walk.forward_begins()
             backward(walk, lambda: None)
-            walk.end()
+            walk.forward_ends()
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -168,3 +168,11 @@ async def test_threads_that_share_an_opened_model(base: Any, tmp_path: Path, cop
     async with symbiosis.Executor(base) as executor:
         await executor.listen(f"shm://{tmp_path}/s.sock")
         assert max(await in_thread(tenant)) < 1e-5
+
+
+def test_a_hook_that_raises_before_the_walk_has_begun(channel: Any) -> None:
+    walk = WalkCounter(channel)
+    walk.forward_ends()  # torch always calls this hook, and the one for the beginning not in this case
+    walk.forward_begins()
+    walk.forward_ends()
+    assert channel.said == ["begin", "end"]

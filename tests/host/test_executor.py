@@ -28,9 +28,10 @@ from symbiosis.errors import (
 )
 from symbiosis.executor.pace import Pace
 from symbiosis.executor.runner import DeviceClock
+from symbiosis.modes import in_modes, modes_aside
 from symbiosis.policies import Lockstep, NoLockstep
 from symbiosis.testing import run_job, run_job_plain, tiny_model
-from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, lora, until
+from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, in_thread, lora, until
 
 
 class Moody(Policy):
@@ -412,6 +413,53 @@ async def test_torch_modes_of_a_tenant_do_not_affect_others(base: Any) -> None:
             await asyncio.gather(with_modes(), *[without_grad() for _ in range(4)], bobs())
             assert seen == {(True, False, False)}
             assert modes() == (True, False, False)
+
+
+async def test_modes_that_are_held_while_waiting_do_not_reach_base_layers(base: Any) -> None:
+    expected = base(input_ids=IDS).logits
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen("tcp://127.0.0.1:0")
+
+        def tenant() -> Any:
+            with symbiosis.open_model(listener.address) as model:
+                return model(input_ids=IDS).logits
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = await in_thread(tenant)
+    torch.testing.assert_close(logits, expected)
+
+
+async def test_modes_around_several_clients_end_with_their_block(base: Any) -> None:
+    """Joint walks begin and end apart from the clients' own code."""
+    async with symbiosis.Executor(base) as executor:
+        async with executor.client(LoraConfig(r=2)) as alice, executor.client(LoraConfig(r=2)) as bob:
+            for _ in range(3):
+                with torch.inference_mode():
+                    await asyncio.gather(*(each.generate(input_ids=IDS[:1], max_new_tokens=5) for each in (alice, bob)))
+                assert not torch.is_inference_mode_enabled()
+                optimizer = torch.optim.AdamW([p for p in alice.model.parameters() if p.requires_grad])
+                await alice.train_step({"input_ids": IDS, "labels": IDS}, optimizer)
+                assert not torch.is_inference_mode_enabled()
+
+
+async def test_the_default_device_is_no_mode_of_a_tenant(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        torch.set_default_device("meta")
+        try:
+            assert not in_modes()
+
+            def device_in_the_middle() -> str:
+                client.model.lm_head(torch.ones(1, 32, device="cpu"))
+                return str(torch.empty(0).device)
+
+            assert await client.run(device_in_the_middle) == "meta"
+            with torch.device("cpu"):
+                assert in_modes()
+                with modes_aside():
+                    assert str(torch.empty(0).device) == "meta"
+        finally:
+            torch.set_default_device(None)
+        assert str(torch.empty(0).device) == "cpu"
 
 
 async def test_hooks_that_one_tenant_disables_work_for_others(base: Any) -> None:

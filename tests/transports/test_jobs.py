@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,21 @@ from symbiosis.core.transport import Listener
 from symbiosis.errors import RefusedError
 from symbiosis.testing import ARCHITECTURES, Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import lanes
-from tests.helpers import BATCH, IDS, METHODS, SHORT, adamw, assert_close, crowd, ia3, in_thread, lora, prefix, restart
+from tests.helpers import (
+    BATCH,
+    IDS,
+    METHODS,
+    SHORT,
+    adamw,
+    assert_close,
+    crowd,
+    ia3,
+    in_thread,
+    lora,
+    prefix,
+    restart,
+    until,
+)
 
 
 @dataclass(frozen=True)
@@ -142,6 +157,8 @@ async def test_training_after_inference_mode(base: Any, kind: str, site: Site) -
         else:
 
             def tenant() -> None:
+                with torch.inference_mode(), symbiosis.open_model(address, **site.connecting) as model:
+                    model(input_ids=IDS)
                 with symbiosis.open_model(address, **site.connecting) as model:
                     tuned = get_peft_model(model, lora())
                     with torch.inference_mode():
@@ -149,6 +166,27 @@ async def test_training_after_inference_mode(base: Any, kind: str, site: Site) -
                     tuned(**BATCH).loss.backward()
 
             await in_thread(tenant)
+
+
+async def test_a_client_leaves_although_a_forked_process_has_its_socket(base: Any, site: Site) -> None:
+    async with symbiosis.Executor(base) as executor:
+        address = (await site.listen(executor)).address
+        async with symbiosis.connect(address, **site.connecting) as remote:
+            client = await remote.client().open()
+            await client.forward(input_ids=IDS)
+            reads, writes = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.close(writes)
+                os.read(reads, 1)  # until the test has ended
+                os._exit(0)
+            try:
+                await client.close()
+                await until(lambda: executor.status()["clients"] == [])
+            finally:
+                os.close(writes)
+                os.close(reads)
+                await in_thread(os.waitpid, child, 0)
 
 
 @pytest.mark.parametrize("kind", ["coroutines", "synchronous"])

@@ -36,6 +36,7 @@ from symbiosis.client.requester import Requester
 from symbiosis.core.requests import Call, Key, Pass, Results
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
+from symbiosis.modes import modes_aside
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,8 @@ class CapturedWalks:
         if self.refusal is not None:
             return {}
         try:
-            walk, placed = self._place(steps)
+            with modes_aside():  # which coroutines hold that wait for something else
+                walk, placed = self._place(steps)
         except Exception as error:  # noqa: BLE001 (such as no memory for the pool)
             self._refuse(error)
             self.forget()
@@ -192,7 +194,8 @@ class CapturedWalks:
         self._under_way = True
         try:
             await reply
-            return {} if failed else self._taken(walk, placed)
+            with modes_aside():
+                return {} if failed else self._taken(walk, placed)
         finally:
             self._under_way = False
             if not self._versions or self.refusal is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
+from symbiosis.client.fibers import RandomStream, current_fiber, run_apart
 from symbiosis.client.joint import Here
 from symbiosis.client.joint.attention import JointCache, JointError, structure
 from symbiosis.client.joint.captured import CapturedWalks, Step
@@ -34,6 +34,7 @@ from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.waiting import ClientThread, LoopWaiter
 from symbiosis.core.transport import Channel
 from symbiosis.errors import ClientClosedError, SymbiosisError, copied
+from symbiosis.modes import modes_aside
 
 
 class Seat:
@@ -287,7 +288,7 @@ class JointDecoder:
         self._cache = cache = model.cache([step.cache for step in steps], [step.attention for step in steps])
         self._requester.joint = tuple([step.seat.name for step in steps])
         try:
-            outputs = await run_in_fiber(self._stream, channel, self._walk, model, steps, cache)
+            outputs = await run_apart(self._stream, channel, self._walk, model, steps, cache)
             _give(zip(steps, outputs, strict=True))
         except Exception as error:
             # One client's token or position may have been wrong. In walks of their own, only this client sees it.
@@ -320,10 +321,11 @@ class JointDecoder:
             self.device = channel.device
             self._stream = RandomStream(channel.device)
             self._requester.open(channel, LoopWaiter(ClientThread("joint", lambda: False)))
-            model = JointModel(skeleton_for(channel, self._requester).eval())
+            with modes_aside():
+                model = JointModel(skeleton_for(channel, self._requester).eval())
             channel.begin_walk()
             try:
-                await run_in_fiber(self._stream, channel, self._try, model, channel.device)
+                await run_apart(self._stream, channel, self._try, model, channel.device)
             finally:
                 self._requester.forget()
                 channel.end_walk()

@@ -32,15 +32,14 @@ def leave(model: Any) -> None:
 @functools.cache
 def _with_seat(cls: type[Any]) -> type[Any]:
     """Return a model class whose forward asks the seat of the instance first."""
-    own_forward = cls.forward
 
-    @functools.wraps(own_forward)
+    @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         seat = self.__dict__.get(_SEAT)
         if seat is None or torch.compiler.is_compiling():
-            output = own_forward(self, *args, **kwargs)
+            output = cls.forward(self, *args, **kwargs)  # looked up now: libraries replace it
         else:
-            output = seat.forward(functools.partial(own_forward, self), args, kwargs)
+            output = seat.forward(functools.partial(cls.forward, self), args, kwargs)
         return explain_training(self, args, output)  # not as a forward hook, with which the model would walk alone
 
     def reduce(self: Any, protocol: Any) -> Any:
