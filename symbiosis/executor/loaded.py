@@ -59,7 +59,7 @@ class Loaded:
 
         Args:
             source, model_class, device, dtype, options: as for :meth:`symbiosis.Executor.from_pretrained`.
-            check: raises what makes it useless to load the weights.
+            check: as for :func:`~symbiosis.executor.loading.load_model`.
             partly: whether some of the base layers are served elsewhere. Then nothing is converted before they have
                 been taken out, so that their weights are never read.
             shards: number of shards.

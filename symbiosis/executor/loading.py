@@ -20,7 +20,7 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 Check = Callable[[nn.Module], object]
-"""Is called with a model on the meta device before its weights are loaded, and may raise."""
+"""Function that gets the model on the meta device before its weights are loaded. It raises if they are not needed."""
 
 
 def load_model(
@@ -31,7 +31,7 @@ def load_model(
     Args:
         model: folder or hub id.
         model_class: class to load it with; by default the class that its configuration names.
-        check: raises what makes it useless to load the weights.
+        check: raises if the weights are not needed, because of a wrong name for instance.
         **options: arguments of the class's ``from_pretrained``.
 
     Raises:

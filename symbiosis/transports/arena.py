@@ -49,6 +49,7 @@ class Memory:
             views = self._views[key] = self._make(place, rows, columns)
         return views
 
+    @torch.inference_mode(False)  # the caller's mode may be another one when the matrices are written to
     def _make(self, place: int, rows: int, columns: tuple[Columns, ...]) -> tuple[torch.Tensor, ...]:
         if rows < 1 or place < self.start or place + spread(rows, columns) > self.end:
             raise WireError(
@@ -56,12 +57,11 @@ class Memory:
             )
         storage, offset = self._memory.untyped_storage(), self._memory.storage_offset() + place - self.start
         found = []
-        with torch.inference_mode(False):  # the caller's mode may be another one when they are written to
-            for width, dtype in columns:
-                # Views of one tensor would share its version counter, which autograd checks during other writes.
-                matrix: Any = torch.empty(0, dtype=dtype, device=self._memory.device)
-                found.append(matrix.set_(storage, offset // dtype.itemsize, (rows, width)))
-                offset += align(rows * width * dtype.itemsize)
+        for width, dtype in columns:
+            # Views of one tensor would share its version counter, which autograd checks while others are written to.
+            matrix: Any = torch.empty(0, dtype=dtype, device=self._memory.device)
+            found.append(matrix.set_(storage, offset // dtype.itemsize, (rows, width)))
+            offset += align(rows * width * dtype.itemsize)
         return tuple(found)
 
 

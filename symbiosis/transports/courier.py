@@ -92,9 +92,9 @@ class Courier(ABC):
         """Send RESULT, with the results where the call wants them. Call ``sent`` when they take no memory here any
         more, perhaps at once."""
 
-    def unanswered(self, admitted: Admitted) -> None:
-        """Note, before the client is told, that a call has failed or was cancelled. The client may use the places of
-        its matrices again at once."""
+    def ended(self, admitted: Admitted) -> None:
+        """Note, before the client is told, that a call was answered, has failed or was cancelled. The client may then
+        use the places of its matrices again."""
 
     def control(self, type_: Type, content: Sequence[Any]) -> bool:
         """Take a message of a type that only this transport has. Return whether it is one."""

@@ -315,9 +315,9 @@ class Peer:
 
     def _reply(self, admitted: Admitted, outcome: Results | BaseException) -> None:
         self._forget(admitted)
+        self._courier.ended(admitted)
         release = partial(self.account.release, admitted.counted)
         if isinstance(outcome, BaseException):
-            self._courier.unanswered(admitted)
             self._line.send(wire.pack_error(admitted.message.id, outcome))
             release()
         else:
@@ -344,7 +344,7 @@ class Peer:
     def _cancelled(self, admitted: Admitted) -> None:
         """Note that nothing is left of a call that was cancelled in time."""
         self._settle(admitted)
-        self._courier.unanswered(admitted)
+        self._courier.ended(admitted)
         self._line.send(_cancelled(admitted.message.id))
         self._pause_if_full()
 

@@ -138,6 +138,7 @@ class ReceivedShare:
             self._file.close()
 
 
+@torch.inference_mode(False)  # clients of this process have the tensors in common, whatever mode the first is in
 def tensors_in(descriptor: int) -> dict[str, torch.Tensor]:
     """Return the tensors of an open file, mapped privately; on systems other than Linux they are copied. Raises
     WireError if the file is malformed."""
@@ -146,10 +147,8 @@ def tensors_in(descriptor: int) -> dict[str, torch.Tensor]:
         if not name.exists():
             with open(descriptor, "rb", closefd=False) as opened:
                 opened.seek(0)
-                data = opened.read()
-            with torch.inference_mode(False):  # clients of this process have the tensors in common
-                return safetensors.torch.load(data)
-        with torch.inference_mode(False), safe_open(str(name), "pt") as file:
+                return safetensors.torch.load(opened.read())
+        with safe_open(str(name), "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except SafetensorError as error:
         raise WireError(f"the executor's share cannot be read: {error}") from error

@@ -271,11 +271,10 @@ class ArenaCourier(Courier):
         return tensors if self._device.type == "cpu" else tuple(tensor.to(self._device) for tensor in tensors)
 
     def answer(self, admitted: Admitted, results: Results, sent: Callable[[], object]) -> None:
-        self.unanswered(admitted)
         self._line.send(wire.pack_result(admitted.message.id))
         sent()
 
-    def unanswered(self, admitted: Admitted) -> None:
+    def ended(self, admitted: Admitted) -> None:
         """Have the client wait for what the GPU still has to write where the results belong."""
         segment = self._segment
         if segment is not None and admitted.message.answer >= segment.start:

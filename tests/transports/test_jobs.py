@@ -152,8 +152,9 @@ async def test_training_after_inference_mode(base: Any, kind: str, site: Site) -
                 async with remote.client(lora(), seed=0) as client:
                     with torch.inference_mode():
                         await client.forward(input_ids=IDS)
-                    for _ in range(2):
-                        await client.train_step(BATCH, adamw(client.model))
+                    optimizer = adamw(client.model)
+                    losses = [await client.train_step(BATCH, optimizer) for _ in range(2)]
+                    assert losses[1] < losses[0]
         else:
 
             def tenant() -> None:
@@ -164,6 +165,7 @@ async def test_training_after_inference_mode(base: Any, kind: str, site: Site) -
                     with torch.inference_mode():
                         tuned(input_ids=IDS)
                     tuned(**BATCH).loss.backward()
+                    assert all(p.grad is not None for p in tuned.parameters() if p.requires_grad)
 
             await in_thread(tenant)
 

@@ -112,8 +112,8 @@ class Ends:
     def __init__(self, late: bool = False) -> None:
         self.sent: list[tuple[Type, Any]] = []
         self.admitted: list[Admitted] = []
-        self.ended: list[tuple[int, int]] = []
-        """Calls that have ended without results, and how many messages had been sent by then."""
+        self.calls_ended: list[tuple[int, int]] = []
+        """Calls that have ended, and how many messages had been sent by then."""
         self.listening = True
         self.hung_up = self.closed = self.dropped = False
         self.unread: list[Callable[[], object]] | None = None
@@ -164,8 +164,8 @@ class Ends:
         self.sent.append((Type.RESULT, [admitted.message.id]))
         self.when_read(sent)
 
-    def unanswered(self, admitted: Admitted) -> None:
-        self.ended.append((admitted.message.id, len(self.sent)))
+    def ended(self, admitted: Admitted) -> None:
+        self.calls_ended.append((admitted.message.id, len(self.sent)))
 
     def control(self, type_: Type, content: Sequence[Any]) -> bool:
         return False
@@ -222,7 +222,7 @@ async def test_a_client_joins_calls_and_leaves() -> None:
     await answered(session.replies[1], (torch.zeros(1, 8),))
     await answered(session.replies[0], LayerError("no"))
     assert ends.sent == [(Type.RESULT, [2]), (Type.FAILED, [1, "LayerError", "no"])]
-    assert ends.ended == [(1, 1)]
+    assert ends.calls_ended == [(2, 0), (1, 1)]
     assert not peer.busy
     peer.leave("it closed the connection")
     assert session.closed
@@ -313,7 +313,7 @@ async def test_a_cancelled_call_is_answered_once() -> None:
     await answered(session.replies[0], (torch.zeros(1, 8),))
     assert [(type_, content[:2]) for type_, content in ends.sent] == [(Type.FAILED, [1, "ClientClosedError"])]
     assert len(session.cancelled) == 1
-    assert ends.ended == [(1, 0)]
+    assert ends.calls_ended == [(1, 0)]
     peer.received(a_call(1))  # the id can be used again
     await answered(session.replies[1], (torch.zeros(1, 8),))
     assert ends.sent[1] == (Type.RESULT, [1])
