@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -144,7 +145,8 @@ async def test_among_others(base: Any, site: Site) -> None:
 
 @pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
 async def test_training_after_inference_mode(base: Any, kind: str, site: Site) -> None:
-    """Tensors that were made in inference mode cannot be written to outside of it."""
+    """Tensors that were made in inference mode cannot be written to, or trained with, outside of it."""
+    gc.collect()  # models that other tests have opened, whose tensors would be used again
     async with symbiosis.Executor(base) as executor:
         address = (await site.listen(executor)).address
         if kind == "coroutines":
