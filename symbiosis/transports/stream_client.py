@@ -196,7 +196,8 @@ class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol)
             self._socket.close()
             return
         if not self._transport.is_closing():
-            self._transport.write_eof()  # a child process may have the socket too
+            with contextlib.suppress(OSError):  # the executor has reset the connection
+                self._transport.write_eof()  # a child process may have the socket too
         self._transport.close()
 
 

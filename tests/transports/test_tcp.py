@@ -6,8 +6,10 @@ import asyncio
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,8 @@ from symbiosis.transports.sockets import resolve
 from tests.helpers import HANGS, IDS, in_thread, until
 
 LOCAL = "tcp://127.0.0.1:0"
+RESET = socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+"""A socket with this option is not closed but reset."""
 
 
 def free_address() -> str:
@@ -181,6 +185,29 @@ async def test_a_stopped_client_delays_others_by_a_second_at_most(base: Any) -> 
         tenant.kill()
         await until(lambda: not executor.status()["clients"])
         await tenant.wait()
+
+
+async def test_a_client_leaves_that_was_reset_meanwhile(base: Any) -> None:
+    """Its event loop was busy, so it does not know yet."""
+    async with symbiosis.Executor(base) as executor:
+        listener: Any = await executor.listen(LOCAL)
+        loop = asyncio.get_running_loop()
+
+        def reset() -> None:
+            (line,) = listener.lines
+            line._transport.get_extra_info("socket").setsockopt(*RESET)
+            line._transport.abort()
+
+        async def tenant() -> None:
+            channel = await make_transport(listener.address).connect(listener.address, "alice")
+            loop.call_soon_threadsafe(reset)
+            while listener.lines:
+                time.sleep(0.01)  # noqa: ASYNC251 (the event loop must not see the reset)
+            channel.close()
+            with pytest.raises(ClientClosedError):
+                channel.begin_walk()
+
+        await asyncio.wait_for(in_thread(lambda: asyncio.run(tenant())), 60)
 
 
 async def test_a_closed_model_and_a_forked_child(base: Any) -> None:
