@@ -149,8 +149,8 @@ class _Graph:
         if name in _ACTIVATIONS:
             activation = _ACTIVATIONS[name]
             return lambda: activation(node)
-        if name == "NativeLayerNormBackward0":
-            return lambda: _layer_norm(node)
+        if name == "NativeLayerNormBackward0" and node._saved_result1.dtype.itemsize >= 4:
+            return lambda: _layer_norm(node)  # CPUs save mean and deviation in 16 bits, too few to compute with
         if name == "ExtendBackward":  # keys and values in the cache
             return lambda: node.extended()
         step = _STEPS.get(name)

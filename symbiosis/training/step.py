@@ -81,6 +81,7 @@ def _whole(model: Any, batch: Mapping[str, Any], prune: bool) -> Step:
 
 
 def _windows(step: WindowedStep) -> Step:
+    yield Forward(step.try_model)
     total = 0.0
     for index in range(len(step) - 1):
         yield Forward(lambda index=index: step.fill_cache(index))  # type: ignore[misc]

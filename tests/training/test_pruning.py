@@ -93,6 +93,16 @@ async def test_bf16_and_dropout(base_layers: str) -> None:
     assert difference(gradients.found, expected) == 0
 
 
+async def test_layer_norms_in_bf16() -> None:
+    """CPUs save a LayerNorm's mean and deviation in bf16, too few bits to compute its output from."""
+    model, config = quiet("gpt2", dtype=torch.bfloat16), undropped("lora", "gpt2")
+    expected = plain(model, config, BATCH)
+    async with symbiosis.Executor(model) as executor, executor.client(copy.deepcopy(config), seed=0) as client:
+        gradients = Gradients(client.model)
+        assert await client.train_step(BATCH, gradients, prune=True) == expected[0]  # type: ignore[arg-type]
+    assert difference(gradients.found, expected[1]) == 0
+
+
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0.65), (torch.bfloat16, 0.46)])
 def test_fewer_bytes_are_kept(packed: list[Any], dtype: torch.dtype, most: float) -> None:
     """A Llama with LoRA in every layer keeps gate and up instead of SiLU and product, no norm, and no copy in fp32."""

@@ -20,6 +20,7 @@ import symbiosis
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.testing import ARCHITECTURES, tiny_model
+from symbiosis.testing.zoo import random_model, zoo_inputs, zoo_model
 from symbiosis.training import windows
 from tests.helpers import BATCH, CAUSAL, GRADIENTS, IDS, METHODS, adamw, crowd, lora, prefix, until
 
@@ -415,12 +416,17 @@ async def test_padding_that_must_predict_a_token() -> None:
             await client.train_step(inputs, adamw(client.model), window=4)
 
 
-@pytest.mark.parametrize("name", ["PROMPT_TUNING", "P_TUNING", "ADAPTION_PROMPT", "checkpointing"])
+@pytest.mark.parametrize(
+    "name", ["PROMPT_TUNING", "P_TUNING", "ADAPTION_PROMPT", "ADALORA", "LILY", "SHADOW", "checkpointing"]
+)
 async def test_methods_that_need_the_whole_sequence(base: Any, name: str) -> None:
     config: Any = {
         "PROMPT_TUNING": peft.PromptTuningConfig(task_type=CAUSAL, num_virtual_tokens=3),
         "P_TUNING": peft.PromptEncoderConfig(task_type=CAUSAL, num_virtual_tokens=3),
         "ADAPTION_PROMPT": peft.AdaptionPromptConfig(task_type=CAUSAL, adapter_len=3, adapter_layers=2),
+        "ADALORA": peft.AdaLoraConfig(task_type=CAUSAL, total_step=9, target_modules=["q_proj"]),
+        "LILY": peft.LilyConfig(task_type=CAUSAL, target_modules=["q_proj"]),
+        "SHADOW": peft.ShadowConfig(task_type=CAUSAL),
         "checkpointing": lora(),
     }[name]
     async with symbiosis.Executor(base) as executor, executor.client(config) as client:
@@ -429,6 +435,92 @@ async def test_methods_that_need_the_whole_sequence(base: Any, name: str) -> Non
         with pytest.raises(UsageError, match=rf"{name}.*leave `window` out"):
             await client.train_step(batch(), adamw(client.model), window=4)
         await client.train_step(batch(), adamw(client.model))
+
+
+_TINY = {**_SMALL, "intermediate_size": 64}
+_BART = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 4,
+    "long_factor": [3.0] * 4,
+}
+UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a loss of the same token": ("BartForCausalLM", _BART, "the loss of BartForCausalLM is not the mean over next tok"),
+    "tokens that see later ones": (
+        "BertLMHeadModel",
+        {**_TINY, "initializer_range": 0.3},
+        "results in BertLMHeadModel depend on later tokens",
+    ),
+    "positions that depend on the length": (
+        "Phi3ForCausalLM",
+        {**_TINY, "original_max_position_embeddings": 16, "rope_parameters": _LONGROPE},
+        "with more than 16 tokens, the attention of Phi3ForCausalLM depends on the length of the text, which has 19",
+    ),
+    "frequencies that grow with the length": (
+        "LlamaForCausalLM",
+        {**_TINY, "max_position_embeddings": 18, "rope_parameters": _DYNAMIC},
+        "with more than 18 tokens, the attention of LlamaForCausalLM depends on the length",
+    ),
+    "tokens chosen from the whole text": (
+        "DogeForCausalLM",
+        {**_TINY, "keep_window_size": 4},
+        "with more than 4 tokens, the attention of DogeForCausalLM",
+    ),
+}
+
+
+def small(class_name: str, **options: Any) -> Any:
+    model_class = getattr(transformers, class_name)
+    return random_model(model_class, model_class.config_class(**options))
+
+
+@pytest.mark.parametrize("name", UNFIT)
+async def test_models_that_need_the_whole_sequence(name: str) -> None:
+    """They would be trained for another loss, or with other attention than the whole text has."""
+    class_name, options, expected = UNFIT[name]
+    adapter = lora(target_modules="all-linear")
+    async with symbiosis.Executor(small(class_name, **options)) as executor, executor.client(adapter) as client:
+        with pytest.raises(UsageError, match=rf"{expected}.*leave `window` out"):
+            await client.train_step(batch(), adamw(client.model), window=5)
+        await client.train_step(batch(), adamw(client.model))
+
+
+async def test_texts_short_enough_for_positions_that_depend_on_the_length() -> None:
+    options = {**_TINY, "max_position_embeddings": LENGTH, "rope_parameters": _DYNAMIC}
+    model, adapter = small("LlamaForCausalLM", **options), lora(lora_dropout=0.0)
+    expected = plain(model, adapter, batch())
+    [(loss, gradients)] = await in_windows(model, adapter, batch(), 5)
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    assert difference(gradients, expected[1]) <= GRADIENTS
+
+
+async def test_token_types_by_which_tokens_see_later_ones() -> None:
+    """A batch without such a type can be run in windows, which must not hide the other case."""
+    async with symbiosis.Executor(zoo_model("Gemma3ForConditionalGeneration")) as executor:
+        async with executor.client(lora(lora_dropout=0.0)) as client:
+            inputs = {**batch(), "input_ids": TEXTS % 50, "token_type_ids": torch.zeros_like(TEXTS)}
+            await client.train_step(inputs, adamw(client.model), window=5)
+            inputs["token_type_ids"][:, 12:16] = 1
+            with pytest.raises(UsageError, match="depend on later tokens"):
+                await client.train_step(inputs, adamw(client.model), window=5)
+
+
+async def test_the_trial_leaves_modes_and_random_numbers_alone(base: Any) -> None:
+    """The model is tried in the first step only, and the second one has the same loss."""
+    async with symbiosis.Executor(base) as executor, executor.client(lora(lora_dropout=0.5)) as client:
+        dropouts = [module for module in client.model.modules() if isinstance(module, torch.nn.Dropout)]
+        client.model.train()
+        dropouts[0].eval()
+        losses = []
+        for _ in range(2):
+            client.manual_seed(1)
+            losses.append(await client.train_step(batch(), Gradients(client.model), window=5))  # type: ignore[arg-type]
+        assert [module.training for module in dropouts] == [False] + [True] * (len(dropouts) - 1)
+        assert losses[0] == losses[1]
 
 
 async def test_models_without_a_cache_of_keys_and_values() -> None:
@@ -494,8 +586,6 @@ def test_wrong_use_in_synchronous_code(base: Any) -> None:
 
 async def test_a_batch_without_tokens_has_no_windows() -> None:
     """Speech, for example: before, the window had no effect, and the tenant was not told."""
-    from symbiosis.testing.zoo import zoo_inputs, zoo_model
-
     model = zoo_model("WhisperForConditionalGeneration")
     async with symbiosis.Executor(model) as executor, executor.client(lora(target_modules=["q_proj"])) as client:
         with pytest.raises(UsageError, match=r"input_features, .* has no tokens to be run in windows; leave `window`"):
