@@ -29,6 +29,7 @@ from symbiosis.core.terms import JOINT, Kind
 from symbiosis.errors import ExecutorClosedError, RefusedError, UsageError
 from symbiosis.policies import Fair, NoLockstep, RateLimit
 from symbiosis.testing import tiny_model
+from symbiosis.testing.zoo import random_model, zoo_model
 from tests.helpers import LOGITS, ia3, lora, prefix, until
 
 _TINY = {
@@ -361,6 +362,25 @@ async def test_what_cannot_be_joint_walks_alone_and_says_why(case: str) -> None:
     assert got.sequences.tolist() == right.sequences.tolist()
     for number, out in enumerate(outs[:2]):
         assert_equal(out, expected_of(plain_base, number, tokens=20))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+async def test_a_model_whose_positions_depend_on_the_longest_text_is_not_walked_jointly(kind: str) -> None:
+    """The language model lies inside the model; the other tenant's text would change this one's logits."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"original_max_position_embeddings": 16, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = zoo_model("LlavaForConditionalGeneration").config
+    config.text_config.max_position_embeddings = 16
+    config.text_config.rope_parameters = rope
+    base = random_model(transformers.LlavaForConditionalGeneration, config)
+    async with Executor(base) as executor, executor.client() as a, executor.client() as b:
+        for _ in range(3):
+            await asyncio.gather(*(client.generate(input_ids=text(4) % 50, max_new_tokens=4) for client in (a, b)))
+        counts = executor.statistics().clients
+    for client in (a, b):
+        assert counts[client.name].joint == 0
+        assert any("longest text of a batch" in reason for reason in counts[client.name].alone)
 
 
 async def test_changes_of_a_model_are_noticed_between_two_tokens() -> None:

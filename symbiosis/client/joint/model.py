@@ -15,6 +15,7 @@ from symbiosis.client.experts import VirtExperts
 from symbiosis.client.joint.adapters import Adapted, adapters_of, make_joint
 from symbiosis.client.joint.attention import INNER, NAME, JointCache, JointError, WalkCache, structure, walk
 from symbiosis.client.joint.stacks import Slot
+from symbiosis.training.text_length import depends_on_length
 
 
 class JointModel:
@@ -132,6 +133,5 @@ def _check(model: Any) -> None:
         raise JointError(f"its model's attention is {model.config._attn_implementation}")
     if any(isinstance(module, VirtExperts) and module.by_place for module in model.modules()):
         raise JointError("its experts take rows in an order of their own")
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    if "dynamic" in str(rope) or "longrope" in str(rope):
-        raise JointError("its positions depend on the longest text of a batch")
+    if depends_on_length(model.config) is not None:
+        raise JointError("its attention depends on the longest text of a batch")
