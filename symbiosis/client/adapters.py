@@ -31,6 +31,7 @@ from symbiosis.client.offline import without_hub
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtLayer, is_missing
 from symbiosis.errors import PlaceholderError, UsageError
+from symbiosis.training.module_modes import modes_kept
 
 log = logging.getLogger(__name__)
 
@@ -65,16 +66,19 @@ def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: 
     Raises:
         PlaceholderError: the method needs the weights of base layers.
     """
-    training = model.training
-    with requester.rehearsing():  # initial values, which the file replaces, need no request
-        if isinstance(model, PeftModel):
-            model.load_adapter(str(folder), adapter_name=name, is_trainable=trainable)
-            model.set_adapter(name)
-        else:
-            model = PeftModel.from_pretrained(model, str(folder), adapter_name=name, is_trainable=trainable)
+    training, trained = model.training, {parameter for parameter in model.parameters() if parameter.requires_grad}
+    with modes_kept(model):
+        with requester.rehearsing():  # initial values, which the file replaces, need no request
+            if isinstance(model, PeftModel):
+                model.load_adapter(str(folder), adapter_name=name, is_trainable=trainable)
+                model.set_adapter(name)
+            else:
+                model = PeftModel.from_pretrained(model, str(folder), adapter_name=name, is_trainable=trainable)
+        model.train(training)  # PEFT leaves a new adapter's modules in training mode
     if not trainable:  # PEFT leaves parameters of some methods, and every adapter that is set, trainable
-        model.requires_grad_(False)
-    model.train(training)  # PEFT leaves a new adapter's modules in training mode
+        for path, parameter in model.named_parameters():
+            if parameter.requires_grad and (parameter not in trained or name in path.split(".")):
+                parameter.requires_grad_(False)
     return model
 
 

@@ -28,6 +28,7 @@ from symbiosis.core.privacy import Preparing
 from symbiosis.core.transport import Channel
 from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
 from symbiosis.modes import modes_aside
+from symbiosis.training.module_modes import modes_kept
 from symbiosis.training.step import NOTHING_TRAINS, Backward, Forward, drive, training_step
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Client:
     Attributes:
         name: the client's name in statistics and errors.
         model: a ``PeftModel`` (or the bare model, without a PEFT configuration); its base layers are VirtLayers.
+        closed: whether the client has left, or is leaving.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Client:
         self._joint = joint
         self._apart = apart
         self._seat: Seat | None = None
-        self._closed = False
+        self.closed = False
 
     async def __aenter__(self) -> Client:
         await self.open()
@@ -90,7 +92,7 @@ class Client:
 
     async def open(self) -> Client:
         """Connect, build this client's part of the model and put the adapter on it."""
-        if self._channel is not None or self._closed:
+        if self._channel is not None or self.closed:
             raise UsageError(f"client {self.name!r} was opened before; make a new one")
         self._channel = channel = await self._connect(self.name)
         try:
@@ -117,8 +119,8 @@ class Client:
 
     async def close(self) -> None:
         """Leave the executor. Operations in progress end with :class:`~symbiosis.errors.ClientClosedError`."""
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self._requester.close()
             if self._seat is not None:
                 self._seat.leave(self._closed_error())
@@ -134,7 +136,7 @@ class Client:
         return ClientClosedError(f"client {self.name!r} is closed; its model cannot be used any more")
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "open" if self._model is not None else "not open yet"
+        state = "closed" if self.closed else "open" if self._model is not None else "not open yet"
         return f"<Client {self.name!r}: {state}>"
 
     @property
@@ -290,20 +292,16 @@ class Client:
             self._turn.release()
 
     def _open_channel(self) -> Channel:
-        if self._closed or self._channel is None:
+        if self.closed or self._channel is None:
             raise self._closed_error()
         return self._channel
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        training = model.training
-        if training:
-            model.eval()
-        try:
+        with modes_kept(model) if model.training else contextlib.nullcontext():
+            if model.training:
+                model.eval()
             return model.generate(*args, **kwargs)
-        finally:
-            if training:
-                model.train()
 
     async def _run_operation(self, operation: Forward | Backward) -> Any:
         run = self._in_fiber if isinstance(operation, Forward) else self._in_walk_on_thread

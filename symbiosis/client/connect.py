@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 _numbers = itertools.count(1)
+_MAX_CLIENTS = 1024
+"""Clients whose walks are counted."""
 
 
 def new_name() -> str:
@@ -127,6 +129,7 @@ class Base:
             joint=self._joint,
             apart="a privacy scheme" if scheme is not None else "terms of its own" if terms != NO_TERMS else "",
         )
+        self._clients = [each for each in self._clients if not each.closed]  # which hold their models
         self._clients.append(client)
         return client
 
@@ -134,10 +137,13 @@ class Base:
         return await self._transport.connect(self.address, f"{new_name()}-joint")
 
     def _walked(self, client: str, alone: str | None) -> None:
+        if client not in self._walks and len(self._walks) >= _MAX_CLIENTS:
+            del self._walks[next(iter(self._walks))]
         self._walks.setdefault(client, Counter())[alone or "joint"] += 1
 
     def walks(self) -> dict[str, dict[str, int]]:
-        """Return by client the number of tokens that were decoded ``"joint"``, or alone, by the reason."""
+        """Return by client the number of tokens that were decoded ``"joint"``, or alone, by the reason. Of more than
+        1,024 clients, the first ones are forgotten."""
         return {client: dict(counts) for client, counts in self._walks.items()}
 
     async def status(self) -> dict[str, Any]:

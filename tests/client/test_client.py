@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import symbiosis
 from symbiosis.client.cores import end_helpers
 from symbiosis.errors import UsageError
-from tests.helpers import BATCH, IDS, adamw, crowd, ia3, lora, parameters
+from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, ia3, lora, parameters
 
 
 @pytest.fixture
@@ -387,3 +389,57 @@ async def test_the_loss_is_read_on_the_clients_own_thread(
         await client.train_step(BATCH, optimizer, window=window)
     assert threads
     assert threading.get_ident() not in threads
+
+
+async def test_generate_leaves_dropout_off_where_the_tenant_has_frozen_it(executor: symbiosis.Executor) -> None:
+    async with executor.client(lora(lora_dropout=0.5)) as client:
+        client.model.train()
+        dropouts = [module for module in client.model.modules() if isinstance(module, torch.nn.Dropout)]
+        for dropout in dropouts:
+            dropout.eval()
+        await client.generate(input_ids=IDS, max_new_tokens=2)
+        assert client.model.training
+        assert not any(dropout.training for dropout in dropouts)
+
+
+@pytest.mark.parametrize("method", ["lora", "prefix"])
+async def test_an_adapter_loaded_for_comparison_leaves_trainable_what_was(
+    executor: symbiosis.Executor, tmp_path: Path, method: str
+) -> None:
+    """The tenant goes on with its own adapter, a norm that it has unfrozen, and a module whose dropout it has frozen. A
+    prefix that is loaded freezes norms in plain PEFT too."""
+    config = METHODS[method]("llama")
+    async with executor.client(copy.deepcopy(config)) as other:
+        other.save_adapter(tmp_path)
+    async with executor.client(copy.deepcopy(config)) as client:
+        model = client.model
+        norm = next(parameter for name, parameter in model.named_parameters() if name.endswith("model.norm.weight"))
+        norm.requires_grad_(method == "lora")
+        frozen = next(module for module in model.train().modules() if not list(module.children())).eval()
+        before = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        client.load_adapter(tmp_path, name="other")
+        model.set_adapter("default")
+        assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == before
+        assert model.training
+        assert not frozen.training
+        await client.train_step(BATCH, adamw(model))
+        client.load_adapter(tmp_path)  # in place of its own, which is then not trainable
+        assert not any(parameter.requires_grad for name, parameter in model.named_parameters() if ".default." in name)
+
+
+async def test_closed_clients_of_a_connection_are_forgotten(
+    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("symbiosis.client.connect._MAX_CLIENTS", 3)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/s")
+        async with symbiosis.connect(listener.address) as served:
+            models = []
+            for number in range(5):
+                async with served.client(lora(), name=f"client-{number}") as client:
+                    await client.generate(input_ids=IDS[:1], max_new_tokens=2)
+                    models.append(weakref.ref(client.model))
+                del client
+            gc.collect()
+            assert sum(model() is not None for model in models) <= 1
+            assert list(served.walks()) == ["client-2", "client-3", "client-4"]

@@ -19,7 +19,7 @@ from tests.helpers import BATCH, IDS, adamw, lora
 async def client(base: Any) -> AsyncIterator[symbiosis.Client]:
     async with symbiosis.Executor(base) as executor, executor.client(lora(), name="alice") as client:
         yield client
-        if not client._closed:
+        if not client.closed:
             assert torch.isfinite((await client.forward(input_ids=IDS)).logits).all()
         assert executor.engine.scheduler.outstanding == 0
         assert executor.engine.scheduler.thinking == 0
