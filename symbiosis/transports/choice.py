@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 import torch
 
 from symbiosis.core.share import Share
 from symbiosis.core.transport import Check, Look
-from symbiosis.errors import RefusedError, SymbiosisError
+from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError
 from symbiosis.transports.addresses import Addresses, Looks, Replica, fingerprint_in, together
 from symbiosis.transports.connection import AsyncConnection, BlockingConnection
 from symbiosis.transports.limits import Limits
@@ -35,6 +35,7 @@ class Choice:
         fingerprint: of the model, or of this part of it.
         looks: what was seen before the first choice.
         has_share: whether the client has its share of the model from another executor.
+        parts: fingerprints of all parts of the model, if it is divided.
         chance: returns a number from 0 to 1.
         now: returns the time in seconds.
     """
@@ -45,6 +46,7 @@ class Choice:
         fingerprint: str,
         looks: Looks,
         has_share: bool = False,
+        parts: Collection[str] = (),
         chance: Callable[[], float] = random.random,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -52,6 +54,7 @@ class Choice:
         self._fingerprint = fingerprint
         self._looks: Looks | None = looks
         self.has_share = has_share
+        self._parts = parts
         self._chance = chance
         self._replica: Replica | None = None
         self._device: torch.device | None = None
@@ -73,6 +76,8 @@ class Choice:
 
         Raises:
             RefusedError: all of them serve another model than before.
+            ConnectionLostError: all of them serve other parts of the model. A list of addresses leaves out an executor
+                that is starting again.
             SymbiosisError: no replica of this model answers. Silent ones are not tried then: look again later, as
                 another replica may return during an attempt.
         """
@@ -83,9 +88,14 @@ class Choice:
         silent = {replica: look for replica, look in looks.items() if not isinstance(look, Look)}
         if found := ranked(self._loads(looks)):
             return [*sorted(found, key=self._avoided), *silent]
-        others = ", ".join(replica.address for replica in looks if replica not in silent)
+        others = ", ".join(
+            replica.address
+            for replica, look in looks.items()
+            if isinstance(look, Look) and fingerprint_in(look) not in self._parts
+        )
         other = [RefusedError(f"{others} came back with another model; open a new client")] if others else []
-        raise together([*other, *silent.values()])
+        lost = ConnectionLostError("the addresses have no executor of this part of the model")
+        raise together([*other, *silent.values()] or [lost])
 
     def _loads(self, looks: Looks) -> dict[Replica, float]:
         """Return the load of each executor of this model, or of this part of it."""

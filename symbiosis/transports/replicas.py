@@ -69,7 +69,7 @@ class Replicas:
         channels: list[Channel] = []
         with ExitStack() as stack:  # closes what was opened if anything fails
             for part in parts:
-                choice = Choice(self._addresses, part, looks, bool(channels))
+                choice = Choice(self._addresses, part, looks, bool(channels), parts)
                 join: Join = partial(_joined, choice, lambda one: one.transport.join(one.address))
                 channel = await AsyncChannel.open(join, address, Hello(client, terms), self._retry_s, choice.better)
                 channel.before_return = choice.before_return
@@ -84,7 +84,7 @@ class Replicas:
         channels: list[Channel] = []
         with ExitStack() as stack:
             for part in parts:
-                choice = Choice(self._addresses, part, looks, bool(channels))
+                choice = Choice(self._addresses, part, looks, bool(channels), parts)
                 join: BlockingJoin = partial(_joined, choice, lambda one: one.transport.join_blocking(one.address))
                 channel = BlockingChannel(join, address, Hello(client, terms), self._retry_s, choice.better)
                 channel.before_return = choice.before_return

@@ -228,6 +228,36 @@ async def test_another_replica_of_a_part_goes_on(tmp_path: Path) -> None:
         assert all(executor.statistics().requests for executor in executors)
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_a_list_leaves_out_a_part_while_its_executor_starts_again(lost: int, tmp_path: Path) -> None:
+    """The other part answers, and does not serve another model. A client waits for the part that it has lost."""
+    kept, again = 1 - lost, symbiosis.Executor(tiny_model(), layers=("0", "1,lm_head")[lost])
+    async with divided(tmp_path, tiny_model()) as (executors, addresses), again:
+        every = addresses.split(",")
+        (listed := tmp_path / "list").write_text("\n".join(every))
+        async with symbiosis.connect(f"file://{listed}", retry=20) as base, base.client(lora(), seed=0) as client:
+            job = asyncio.create_task(run_job(client, Job(steps=12)))
+            await until(lambda: executors[lost].statistics().requests > 20)
+            listed.write_text(every[kept])
+            await executors[lost].close()
+            await asyncio.sleep(0.5)
+            assert not job.done()
+            new = await again.listen(f"shm://{tmp_path}/again.sock")
+            listed.write_text(f"{every[kept]}\n{new.address}")
+            assert_close(await job, run_job_plain(tiny_model(), lora(), Job(steps=12)))
+        assert again.statistics().requests
+
+
+async def test_a_part_that_is_not_listed_again_ends_clients(tmp_path: Path) -> None:
+    async with divided(tmp_path, tiny_model()) as (executors, addresses):
+        (listed := tmp_path / "list").write_text(addresses.replace(",", "\n"))
+        async with symbiosis.connect(f"file://{listed}", retry=0.5) as base, base.client() as client:
+            listed.write_text(addresses.split(",")[0])
+            await executors[1].close()
+            with torch.no_grad(), pytest.raises(ConnectionLostError, match="no executor of this part of the model"):
+                await client.forward(input_ids=IDS)
+
+
 def test_parts_of_a_checkpoint_in_processes_of_their_own(tmp_path: Path) -> None:
     """Each is killed between forward and backward, and started again. Losses are those of plain PEFT."""
     from peft import get_peft_model
