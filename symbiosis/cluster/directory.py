@@ -39,7 +39,7 @@ class DirectoryActor:
         return self._plan
 
     def report(self, name: str, report: dict[str, Any]) -> None:
-        """Note the state of an executor."""
+        """Note the state of an executor, unless it is to end."""
         if name not in self._ended:
             self._reports[name] = {**report, "at": time.monotonic()}
 
@@ -48,6 +48,10 @@ class DirectoryActor:
         self._ended |= set(names)
         for name in names:
             self._reports.pop(name, None)
+
+    def expect(self, names: list[str]) -> None:
+        """Note executors that are about to start. Executors that have ended may have had the same names."""
+        self._ended -= set(names)
 
     def reports(self) -> dict[str, dict[str, Any]]:
         """Return the latest report of each executor, with the seconds since then as ``age_s``."""

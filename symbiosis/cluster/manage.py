@@ -140,6 +140,7 @@ class ClusterManager:
         """Start executors, and wait until they serve. Ends them again if one of them cannot."""
         if not places:
             return
+        running.asked("expect", list(map(str, places)))
         try:
             for place in places:
                 self._place(_model(plan, place.model), place)

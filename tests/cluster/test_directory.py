@@ -50,6 +50,9 @@ def test_the_list_follows_reports(directory: DirectoryActor) -> None:
     directory.report(*report("llama/0/1", "tcp://b:1"))
     assert get(directory, "/llama") == "tcp://c:1\n"
     assert set(directory.reports()) == {"llama/0/0"}
+    directory.expect(["llama/0/1"])
+    directory.report(*report("llama/0/1", "tcp://d:1"))
+    assert get(directory, "/llama") == "tcp://c:1\ntcp://d:1\n", "another executor may have the name of one that ended"
     assert directory.away(["n1", "n2"], ["n2"]) == {"n1"}
 
 

@@ -134,6 +134,8 @@ def test_commands(nodes: Nodes, tmp_path: Path) -> None:
         assert "no node has room for llama/" in no_room
         nodes.symbiosis("cluster", "scale", "llama", "1")
         assert {each["name"] for each in nodes.executors()} < {each["name"] for each in after}
+        nodes.symbiosis("cluster", "scale", "llama", "2")
+        assert len(nodes.executors()) == 4, "executors with the names of those that ended serve"
         assert tenant.finish() > 0
     nodes.symbiosis("cluster", "down")
     assert not processes("serve")
