@@ -170,7 +170,8 @@ def submit(
         dashboard = f"http://{cluster.context.address_info['webui_url']}"
     from symbiosis.cluster import jobs
 
-    job = {"arguments": command[1:], "output": str(parsed.params["output"]), "folder": str(Path.cwd())}
+    output, is_sweep = str(parsed.params["output"]), parsed.params["sweep"] is not None
+    job = {"arguments": command[1:], "output": output, "sweep": is_sweep, "folder": str(Path.cwd())}
     number = jobs.submit(dashboard, {**job, "num_cpus": num_cpus, "num_gpus": num_gpus})
     typer.echo(number)
     if detach:

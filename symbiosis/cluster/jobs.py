@@ -30,26 +30,36 @@ LOOK_EVERY_S = 0.5
 class FineTuning:
     """One run of ``symbiosis finetune``."""
 
-    def run(self, arguments: list[str], output: str, folder: str) -> tuple[int, str]:
-        """Return the exit status and the last lines of the run. ``folder`` is where relative paths begin."""
+    def run(self, job: dict[str, Any], earlier: dict[str, int]) -> tuple[int, str]:
+        """Return the exit status and the last lines of the run. ``earlier`` is what :func:`begun` returned at first."""
+        arguments, folder = job["arguments"], job["folder"]
         if ray.get_runtime_context().was_current_actor_reconstructed:
-            found = Path(folder) / output
-            states = found.glob("checkpoint-*/trainer_state.json")
+            states = Path(folder, job["output"]).glob("checkpoint-*/trainer_state.json")
             complete = any(state.parent.name.partition("-")[2].isdecimal() for state in states)
-            arguments = with_resume(arguments, complete, (found / "adapter_model.safetensors").exists())
+            # A sweep resumes those of its runs that have a checkpoint.
+            arguments = with_resume(arguments, earlier, begun(job), job["sweep"] or complete)
         status, last = child.follow(child.start(["finetune", *arguments], cwd=folder))
         if status < 0:  # a signal ended it
             os._exit(1)  # Ray starts the actor again
         return status, last
 
 
+def begun(job: dict[str, Any]) -> dict[str, int]:
+    """Return the files that a run, or a sweep, writes when it begins, and when those in the output folder were written,
+    in nanoseconds."""
+    files = ("*.log", "*/finetune.json") if job["sweep"] else ("finetune.json",)
+    output = Path(job["folder"], job["output"])
+    return {str(file): file.stat().st_mtime_ns for name in files for file in output.glob(name)}
+
+
 def main() -> None:
-    """Run the fine-tuning that the first argument describes, as JSON."""
+    """Run the fine-tuning that the first argument describes, as JSON: ``arguments`` of the command, the ``folder`` in
+    which it runs, its ``output`` folder, whether it is a ``sweep``, and what Ray reserves for it."""
     job: dict[str, Any] = json.loads(sys.argv[1])
     ray.init("auto", log_to_driver=False, logging_level="ERROR")
     options = {"num_cpus": job["num_cpus"], "num_gpus": job["num_gpus"]}
     actor: Any = ray.remote(FineTuning).options(**options, max_restarts=RESTARTS, max_task_retries=RESTARTS).remote()
-    status, last = ray.get(actor.run.remote(job["arguments"], job["output"], job["folder"]))
+    status, last = ray.get(actor.run.remote(job, begun(job)))
     sys.stdout.write(f"{last}\n")
     sys.exit(status)
 

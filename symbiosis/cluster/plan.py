@@ -104,10 +104,20 @@ def reason(output: str, status: int) -> str:
     return (errors or lines)[-1]
 
 
-def with_resume(arguments: Sequence[str], has_checkpoint: bool, has_adapter: bool) -> list[str]:
-    """Return the arguments of ``symbiosis finetune`` for a run that was lost: it resumes, or begins again where it has
-    no checkpoint yet. An adapter without a checkpoint is not this run's, and is replaced only if it was to be."""
-    if has_adapter and not has_checkpoint:
+def with_resume(
+    arguments: Sequence[str], earlier: Mapping[str, int], found: Mapping[str, int], resumes: bool
+) -> list[str]:
+    """Return the arguments of ``symbiosis finetune`` for a command that was lost. Its own runs are resumed, or begin
+    again where there is nothing to resume. Earlier runs are not resumed in their place, and are replaced only if the
+    arguments say so.
+
+    Args:
+        earlier: files that a run writes when it begins, and when they were written, before the command was started.
+        found: the same, after it was lost.
+        resumes: whether there is something to resume, if the command has begun.
+    """
+    begun = any(earlier.get(file) != written for file, written in found.items())
+    kept = any(found.get(file) in (None, written) for file, written in earlier.items())
+    if "--resume" in arguments or not begun or ("--overwrite" in arguments and kept):
         return list(arguments)
-    rest = [each for each in arguments if each not in ("--resume", "--overwrite")]
-    return [*rest, "--resume" if has_checkpoint else "--overwrite"]
+    return [*(each for each in arguments if each != "--overwrite"), "--resume" if resumes else "--overwrite"]

@@ -63,11 +63,19 @@ def test_the_reason_is_the_error() -> None:
 
 
 def test_a_lost_run_resumes_or_begins_again() -> None:
-    assert with_resume(["tcp://a:1", "--every", "5"], True, True) == ["tcp://a:1", "--every", "5", "--resume"]
-    assert with_resume(["tcp://a:1", "--overwrite"], True, False) == ["tcp://a:1", "--resume"]
-    assert with_resume(["tcp://a:1"], False, False) == ["tcp://a:1", "--overwrite"]
-    assert with_resume(["tcp://a:1", "--overwrite"], False, True) == ["tcp://a:1", "--overwrite"]
-    assert with_resume(["tcp://a:1"], False, True) == ["tcp://a:1"], "the adapter is an earlier run's"
+    now, old = {"finetune.json": 2}, {"finetune.json": 1}
+    for given in (["a", "--every", "5"], ["a", "--overwrite", "--every", "5"]):
+        assert with_resume(given, {}, now, True) == ["a", "--every", "5", "--resume"]
+        assert with_resume(given, {}, now, False) == ["a", "--every", "5", "--overwrite"]
+        assert with_resume(given, {}, {}, False) == given, "it was lost before it began"
+        assert with_resume(given, old, old, True) == given, "what is there is an earlier run's"
+    assert with_resume(["a", "--resume"], old, now, False) == ["a", "--resume"]
+    assert with_resume(["a", "--overwrite"], old, now, True) == ["a", "--resume"], "the earlier run was replaced"
+    one, both = {"small": 2, "large": 1}, {"small": 2, "large": 2}
+    assert with_resume(["a", "--overwrite"], {"small": 1, "large": 1}, one, True) == ["a", "--overwrite"]
+    assert with_resume(["a", "--overwrite"], {"small": 1, "large": 1}, {"small": 2}, True) == ["a", "--overwrite"]
+    assert with_resume(["a", "--overwrite"], {"small": 1, "large": 1}, both, True) == ["a", "--resume"]
+    assert with_resume(["a"], {"another": 1}, {"another": 1, "small": 2}, True) == ["a", "--resume"]
 
 
 @pytest.mark.parametrize("command", [("status",), ("drain", "n1"), ("scale", "llama", "2"), ("down",)])
