@@ -66,11 +66,13 @@ class ServedShare:
         if self._file is None:
             import fcntl  # not on Windows
 
-            self._file = os.memfd_create("symbiosis-share", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            with open(self._file, "wb", closefd=False) as file:
+            made = os.memfd_create("symbiosis-share", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            with os.fdopen(made, "wb") as file:
                 file.write(self._make())
-            seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
+                file.flush()
+                seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+                self._file = os.dup(file.fileno())  # no client gets a file that is not whole and sealed
         return self._file
 
     def size(self) -> int:

@@ -13,6 +13,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ from symbiosis.core.share import Share
 from symbiosis.errors import ClientClosedError, ConnectionLostError, ShareError, UsageError, WireError
 from symbiosis.testing import tiny_model
 from symbiosis.transports import share as share_module
-from symbiosis.transports.share import CHUNK, MAX_SHARE, SLOW_S, ReceivedShare, ServedShare
+from symbiosis.transports.share import CHUNK, MAX_SHARE, SLOW_S, ReceivedShare, ServedShare, tensors_in
 from symbiosis.transports.sockets import resolve
 from tests.helpers import HANGS, IDS, in_thread, until
 
@@ -114,6 +115,20 @@ def test_a_share_for_shm_is_sealed() -> None:
     with pytest.raises(PermissionError):
         os.pwrite(served.descriptor(), b"x", 0)
     served.close()
+
+
+def test_a_share_that_could_not_be_made_is_made_again() -> None:
+    """No client gets the file of the first attempt, which is empty, and which the client could write to."""
+    shares = iter([Share({}, {"a": None}, {}), Share({}, {"a": torch.ones(3)}, {})])  # type: ignore[dict-item]
+    served = ServedShare(SimpleNamespace(share=lambda: next(shares)))  # type: ignore[arg-type]
+    before = psutil.Process().num_fds()
+    with pytest.raises(AttributeError):
+        served.descriptor()
+    assert torch.equal(tensors_in(served.descriptor())["a"], torch.ones(3))
+    with pytest.raises(PermissionError):
+        os.pwrite(served.descriptor(), b"x", 0)
+    served.close()
+    assert psutil.Process().num_fds() == before
 
 
 def test_an_invalid_share() -> None:
