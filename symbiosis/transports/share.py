@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -156,16 +157,24 @@ def tensors_in(descriptor: int) -> dict[str, torch.Tensor]:
         raise WireError(f"the executor's share cannot be read: {error}") from error
 
 
-_shares: weakref.WeakValueDictionary[tuple[str, str, bytes], Share] = weakref.WeakValueDictionary()
+_shares: weakref.WeakValueDictionary[bytes, Share] = weakref.WeakValueDictionary()
 """The shares that clients of this process use, by :func:`_key`, so that they have their tensors in common."""
 
 
-def _key(description: Mapping[str, Any], tokenizer: Mapping[str, bytes]) -> tuple[str, str, bytes]:
-    """Return the model's fingerprint, its name, and a hash of its tokenizer, which the fingerprint does not cover."""
-    files = hashlib.blake2b(digest_size=16)
+def _key(description: Mapping[str, Any], tokenizer: Mapping[str, bytes]) -> bytes:
+    """Return a hash of a description and of tokenizer files. The fingerprint in the description is not enough: another
+    executor may have stated it with another description.
+
+    Raises:
+        ShareError: the description is not plain data.
+    """
+    try:
+        found = hashlib.blake2b(json.dumps(description, sort_keys=True).encode(), digest_size=16)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ShareError(f"the executor's description of its model cannot be read: {error!r}"[:500]) from error
     for name in sorted(tokenizer):
-        files.update(len(tokenizer[name]).to_bytes(8) + name.encode() + b"\0" + tokenizer[name])
-    return str(description["fingerprint"]), str(description.get("name")), files.digest()
+        found.update(len(tokenizer[name]).to_bytes(8) + name.encode() + b"\0" + tokenizer[name])
+    return found.digest()
 
 
 class Welcome:

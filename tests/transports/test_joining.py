@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from symbiosis.core.share import Share
-from symbiosis.errors import BusyError, WireError
+from symbiosis.errors import BusyError, ShareError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.joining import CHUNKS_UNDER_WAY, Joined, Joining, Message, exchange, joining
 from symbiosis.transports.limits import Limits
@@ -27,14 +27,14 @@ class FakeExecutor:
         self.tensors = {"a": torch.randn(int(2.5 * CHUNK) // 4)}
         served = SimpleNamespace(share=lambda: Share({}, self.tensors, {}))
         self.served = ServedShare(served)  # type: ignore[arg-type]
-        self.fingerprint = fingerprint
+        self.description: dict[str, Any] = {"fingerprint": fingerprint, "weights": "w", "layers": []}
         self.asked: list[tuple[Type, int]] = []
         self.answers: list[Message] = []
         self.most_under_way = 0
 
     def welcome(self) -> dict[str, Any]:
         return {
-            "share": {"fingerprint": self.fingerprint, "weights": "w", "layers": []},
+            "share": self.description,
             "tokenizer": {},
             "limits": asdict(Limits()),
             "share_bytes": self.served.size(),
@@ -68,6 +68,27 @@ def test_a_share_comes_in_chunks() -> None:
     second = FakeExecutor("chunks")
     assert second.run(joining(ADDRESS, Hello("b"), False)).share is joined.share
     assert len(second.asked) == 1
+
+
+def test_an_executor_that_states_the_fingerprint_of_another_one_gives_its_clients_nothing() -> None:
+    false, honest = FakeExecutor("stated"), FakeExecutor("stated")
+    false.description["config"] = {"rope_theta": 1.0}
+    given = false.run(joining(ADDRESS, Hello("a"), False)).share
+    found = honest.run(joining(ADDRESS, Hello("b"), False)).share
+    assert given is not None
+    assert found is not None
+    assert "config" not in found.description
+    assert torch.equal(found.tensors["a"], honest.tensors["a"])
+
+
+@pytest.mark.parametrize("entry", [b"bytes", {1: 0, "a": 0}])
+def test_a_description_that_is_no_plain_data(entry: Any) -> None:
+    executor = FakeExecutor("bytes")
+    executor.description["config"] = entry
+    messages = joining("shm:///x", Hello("a"), False)
+    next(messages)
+    with pytest.raises(ShareError, match="description of its model cannot be read"):
+        messages.send((Type.WELCOME, [executor.welcome()], []))
 
 
 def test_a_client_that_joins_again_keeps_its_share() -> None:
