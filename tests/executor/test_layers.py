@@ -196,6 +196,12 @@ def test_is_linear(module: nn.Module, answer: bool) -> None:
     assert is_linear(module) is answer
 
 
+@pytest.mark.parametrize(("module", "answer"), [(RoundsFirst, True), (Odd, True), (Growing, False), (Scaled, False)])
+def test_a_subclass_without_weights_may_be_linear(module: Any, answer: bool) -> None:
+    with torch.device("meta"):
+        assert is_linear(module(2, 2)) is answer
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_subclass_of_linear_computes_with_its_own_forward(dtype: torch.dtype) -> None:
     """So a client alone has the bits of the plain model: bf16 is rounded in another place than nn.Linear rounds it."""

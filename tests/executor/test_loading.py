@@ -13,6 +13,7 @@ from huggingface_hub import errors
 from symbiosis import Executor
 from symbiosis.errors import SplitError, UsageError
 from symbiosis.executor.loading import load_model
+from symbiosis.testing.zoo import zoo_model
 
 ANSWER = Mock(headers={})
 
@@ -71,3 +72,12 @@ def test_names_are_checked_before_weights_are_loaded(
         Executor.from_pretrained(tmp_path, shards=shards, **names)
     with pytest.raises(SplitError, match=reason):
         Executor.from_pretrained(tmp_path, model_class=type(base), **names)
+
+
+@pytest.mark.parametrize("names", [{"layers": "0"}, {"allow_weights": ["*.query_key_value"]}])
+def test_names_of_linear_layers_of_a_class_of_their_own(tmp_path: Path, names: dict[str, Any]) -> None:
+    """Falcon has a subclass of ``nn.Linear``, whose product cannot be compared before the weights are loaded."""
+    model: Any = zoo_model("FalconForCausalLM")
+    model.save_pretrained(tmp_path)
+    served = {layer.name for layer in Executor.from_pretrained(tmp_path, **names).layers}
+    assert served == {layer.name for layer in Executor(model, **names).layers}
