@@ -11,8 +11,9 @@ to V − quantum: it cannot save up the service that it did not use. VTC raises 
 Here a request is for one layer, and between two layers a tenant has none queued; with VTC's rule, a tenant that is
 behind would lose its claim to more service at each layer.
 
-A request of a joint walk has rows of several tenants. It is admitted when the one that was served least would be, so
-that it does not wait for the others, and each tenant is charged for its own rows. A tenant whose counter is more than
+A request of a joint walk has rows of several tenants. It is held back with each of them, and admitted as soon as it is
+the next request of one of them that is let through: the counter and the queue of the others do not hold it up. Each
+tenant is charged for its own rows. A tenant whose counter is more than
 ``quantum`` above V is not let into the next joint walk. So a joint walk may put a tenant ahead by the tokens of its
 clients in that walk, in addition to the bound.
 
@@ -56,6 +57,7 @@ class _TenantQueue:
     inside: int = 0
     """Rows of the admitted requests."""
     held: OrderedDict[int, Request] = field(default_factory=OrderedDict)
+    """Requests that are held back. A request of a joint walk is held back with each of its tenants."""
 
 
 class _ByCounter:
@@ -152,7 +154,6 @@ class Fair(Admission):
         return {name: tenant.charged for name, tenant in self._tenants.items()}
 
     def hold(self, request: Request) -> None:
-        behind = None
         for client in request.clients:
             tenant = self._of.get(client) or self._tenant(client)
             if not tenant.queued:
@@ -160,11 +161,8 @@ class Fair(Admission):
                 self._floor = min(self._floor, tenant.counter)
                 self._queued.add(tenant)
             tenant.queued += 1
-            if behind is None or tenant.counter < behind.counter:
-                behind = tenant
-        assert behind is not None
-        self._held.add(behind)
-        behind.held[request.id] = request
+            self._held.add(tenant)
+            tenant.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
         layers, max_rows, least = view.layers, view.max_rows, self._held.least
@@ -180,13 +178,14 @@ class Fair(Admission):
                 most = self._floor + self.quantum
                 if counter > most:
                     break
-            _, request = first.held.popitem(last=False)
+            request = next(iter(first.held.values()))
             if counter > self._reached:
                 self._reached = counter
             clients = request.clients
             tokens = self._kinds[request.kind] * token_count(request, layers) / len(clients)
             for client in clients:
                 tenant = self._of[client]
+                tenant.held.pop(request.id, None)
                 tenant.counter += tokens / tenant.weight
                 tenant.charged += tokens / tenant.weight
                 tenant.inside += request.rows // len(clients)
@@ -201,7 +200,8 @@ class Fair(Admission):
     def drop(self, request: Request) -> None:
         clients = request.clients
         tenants = [self._of[client] for client in clients]
-        if any(tenant.held.pop(request.id, None) for tenant in tenants):
+        held = [tenant.held.pop(request.id, None) for tenant in tenants]
+        if any(held):
             for tenant in tenants:
                 tenant.inside += request.rows // len(clients)  # `gone` follows and takes them off again
 

@@ -318,6 +318,37 @@ def test_many_tenants_join_and_leave() -> None:
     assert len(policy._tenants) <= 4096
 
 
+def test_a_joint_walk_does_not_wait_behind_a_request_of_one_of_its_tenants() -> None:
+    """The fine-tuning request puts alice ahead by more than the quantum, and bob has no request but the joint one."""
+    world = world_of(Fair(NoLockstep()), "joint", "alice/chat", "alice/tune", "bob/chat", max_rows=512)
+    for name in world.clients:
+        world.end_walk(name)
+    world.submit("alice/tune", F0, 300, Kind.FINETUNE)
+    world.submit("joint", Key((1,), Pass.FORWARD), 2, joint=("alice/chat", "bob/chat"))
+    world.submit("alice/tune", F0, 300, Kind.FINETUNE)
+    answered = []
+    for _ in range(3):
+        batch = world.decide()
+        assert isinstance(batch, Batch), batch
+        answered += [request.client for request in world.complete(batch)]
+    assert answered == ["alice/tune", "joint", "alice/tune"]
+
+
+def test_requests_of_joint_walks_leave_nothing_behind() -> None:
+    policy = Fair(NoLockstep(), quantum=4)
+    world = world_of(policy, "joint", "alice/1", "alice/2", "bob")
+    for cancels in (True, False):
+        world.submit("bob", F0, 8)
+        joint = world.submit("joint", F0, 3, joint=("alice/1", "alice/2", "bob"))
+        if cancels:
+            world.cancel(joint)
+        while world.queued:
+            world.complete(_run(world))
+        for tenant in policy._tenants.values():
+            assert (tenant.queued, tenant.inside, len(tenant.held)) == (0, 0, 0)
+    assert policy.service() == {"alice": 2 * 2 / 4, "bob": 2 * (8 + 8 + 1) / 4}
+
+
 # ------------------------------------------------------------------------------------------------------------ priority
 
 
