@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ class _Bucket:
     filled: float
     """Time at which ``level`` was right, in seconds."""
     held: OrderedDict[int, Request] = field(default_factory=OrderedDict)
+    """Requests that are held back. A request of a joint walk is held back in the bucket of each of its tenants."""
     due: bool = False
     """Whether the bucket is in one of the policy's lists of buckets to visit."""
 
@@ -80,15 +82,17 @@ class RateLimit(Admission):
         """Buckets that got a request and are visited next."""
         self._due: list[tuple[float, int, _Bucket]] = []
         """Heap of the times at which buckets with held requests are out of debt."""
+        self._visits = itertools.count()
+        """Order of buckets that are out of debt at the same time, such as those of one joint request."""
 
     def hold(self, request: Request) -> None:
         now = request.arrived
-        joint = [self._bucket(client, now) for client in request.joint]
-        bucket = max(joint, key=lambda one: one.level_at(now)) if joint else self._bucket(request.client, now)
-        if not bucket.due:
-            bucket.due = True
-            self._new.append(bucket)
-        bucket.held[request.id] = request
+        for client in request.clients:
+            bucket = self._bucket(client, now)
+            if not bucket.due:
+                bucket.due = True
+                self._new.append(bucket)
+            bucket.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
         due = self._due
@@ -102,15 +106,16 @@ class RateLimit(Admission):
             bucket.level, bucket.filled = bucket.level_at(now), now
             held = bucket.held
             while held and bucket.level > 0:
-                _, request = held.popitem(last=False)
+                request = next(iter(held.values()))
                 tokens = token_count(request, view.layers) / len(request.clients)
                 for payer in [self._bucket(client, now) for client in request.joint] or [bucket]:
+                    payer.held.pop(request.id, None)
                     payer.pay(tokens, now)
                 self.admit(request)
             if held:
                 bucket.due = True
                 again = now + max(-bucket.level / bucket.rate, 0.0) + _ROUNDING_S
-                heapq.heappush(due, (again, next(iter(held)), bucket))
+                heapq.heappush(due, (again, next(self._visits), bucket))
         return due[0][0] if due else math.inf
 
     def drop(self, request: Request) -> None:

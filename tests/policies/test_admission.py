@@ -690,6 +690,33 @@ def test_cancelled_requests_leave_nothing_behind() -> None:
     assert len(policy._due) <= 1
 
 
+def test_a_joint_walk_does_not_wait_for_the_debt_of_one_of_its_tenants() -> None:
+    """Alice's request is ahead of the joint one, and needs 100 s of her rate."""
+    policy = RateLimit(NoLockstep(), tokens_per_s=10)
+    world = world_of(policy, "joint", "alice/chat", "alice/tune", "bob/chat", max_rows=8192)
+    world.submit("bob/chat", F0, 4)
+    world.complete(_run(world))  # bob's bucket is not as full as alice's
+    world.submit("alice/tune", F0, 4000, Kind.FINETUNE)
+    world.submit("joint", F0, 2, joint=("alice/chat", "bob/chat"))
+    answered = [request.client for _ in range(2) for request in world.complete(_run(world))]
+    assert answered == ["alice/tune", "joint"]
+    assert world.clock.now < 0.1
+
+
+def test_tenants_of_a_joint_walk_are_in_debt_until_the_same_time() -> None:
+    """The first request puts both tenants in debt; the second is paid for by both, once."""
+    policy = RateLimit(NoLockstep(), tokens_per_s=10)
+    world = world_of(policy, "joint", "alice/1", "bob/1", "bob/2", max_rows=8192)
+    for _ in range(2):
+        world.submit("joint", F0, 160, joint=("alice/1", "bob/1"))
+    assert [request.client for _ in range(2) for request in world.complete(_run(world))] == ["joint", "joint"]
+    assert world.clock.now == pytest.approx(1.0, abs=0.02)  # 20 of the 10 tokens in each bucket
+    assert [bucket.level for bucket in policy._buckets.values()] == pytest.approx([-20.0, -20.0], abs=0.2)
+    world.cancel(world.submit("joint", F0, 3, joint=("alice/1", "bob/1", "bob/2")))
+    assert not any(bucket.held for bucket in policy._buckets.values())
+    assert not world.scheduler.policy_errors
+
+
 # ----------------------------------------------------------------------------------------------------------- wrong use
 
 
