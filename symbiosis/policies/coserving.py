@@ -101,8 +101,13 @@ class CoServing(Policy):
 
     def started(self, batch: Batch) -> None:
         for request, _, stop in batch.slices:
-            if request.kind is not _FINETUNE and stop == request.rows:
-                self.walks.started(request, self._now + self.latency[batch.key].predict(batch.rows))
+            if stop == request.rows:
+                self._queued[request.kind].remove(request)
+                if request.kind is not _FINETUNE:
+                    self.walks.started(request, self._now + self.latency[batch.key].predict(batch.rows))
+
+    def cancelled(self, request: Request) -> None:
+        self._queued[request.kind].remove(request)
 
     def ran(self, batch: Batch, seconds: float) -> None:
         line = self.latency[batch.key]
@@ -166,8 +171,8 @@ class CoServing(Policy):
         takes: list[tuple[Request, int]] = []
         total = self._take(queue, _DECODE, view.max_rows, takes)
         for kind in (_PREFILL, _FINETUNE) if first.kind is _DECODE else (first.kind,):
-            if first.key in self._queued[kind]:
-                slack = self._slack(next(self._queued[kind].of(first.key)), now)
+            if (patient := next(self._queued[kind].of(first.key), None)) is not None:
+                slack = self._slack(patient, now)
                 most = rows or self._rows_within(first.key, total, slack, view.max_rows) - total
                 total += self._take(queue, kind, min(most, view.max_rows - total), takes, first)
         return Run(first.key, takes or queue.take(view.max_rows), reason)
@@ -178,7 +183,7 @@ class CoServing(Policy):
         """Add up to ``most`` rows of a kind, those of ``first`` before others, and return their number. A client's
         requests stay in order, whatever their kinds, so only its first one is taken."""
         left = most
-        requests = self._queued[kind].of(queue.key) if queue.key in self._queued[kind] else iter(())
+        requests = self._queued[kind].of(queue.key)
         if first is not None and first.kind is kind:
             requests = chain((first,), (request for request in requests if request is not first))
         while left > 0 and (request := next(requests, None)):

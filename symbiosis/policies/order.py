@@ -48,7 +48,8 @@ class FurthestBehind:
 
 
 class Index:
-    """The queued requests of some kinds, by key. A request that is no longer queued is removed when it comes first."""
+    """The queued requests of some kinds, by key. The policy adds a request in ``submitted``, and removes it when its
+    last row has been taken or the rest of it was cancelled."""
 
     def __init__(self) -> None:
         self._behind = FurthestBehind()
@@ -62,24 +63,18 @@ class Index:
             requests = self._requests[request.key] = OrderedDict()
         requests[request.id] = request
 
-    def __contains__(self, key: object) -> bool:
-        requests = self._requests.get(key)  # type: ignore[call-overload]
-        while requests:
-            first: Request = next(iter(requests.values()))
-            if first.remaining and not first.cancelled:
-                return True
-            del requests[first.id]
-        if requests is not None:
-            del self._requests[key]  # type: ignore[arg-type]
-        return False
+    def remove(self, request: Request) -> None:
+        """Note that a request is no longer queued."""
+        requests = self._requests[request.key]
+        del requests[request.id]
+        if not requests:
+            del self._requests[request.key]
 
     def of(self, key: Key) -> Iterator[Request]:
         """Iterate over the requests for a key, in arrival order."""
-        for request in self._requests[key].values():
-            if request.taken < request.rows and not request.cancelled:
-                yield request
+        return iter(self._requests[key].values()) if key in self._requests else iter(())
 
     def furthest_behind(self) -> Request | None:
         """Return the first request for the key that is furthest behind; of the two directions, the older request."""
-        firsts = [next(iter(self._requests[key].values())) for key in self._behind.candidates(self)]
+        firsts = [next(iter(self._requests[key].values())) for key in self._behind.candidates(self._requests)]
         return min(firsts, key=lambda request: request.id, default=None)

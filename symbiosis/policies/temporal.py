@@ -11,7 +11,7 @@ import math
 from statistics import fmean
 
 from symbiosis.core.policy import Decision, Policy, Run, View, Wait
-from symbiosis.core.requests import Key, Request
+from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.core.terms import Kind
 from symbiosis.policies.options import milliseconds, whole
 from symbiosis.policies.order import Index
@@ -50,12 +50,21 @@ class TemporalSharing(Policy):
         """During fine-tuning's turn, the keys that have run, and since when."""
 
     def submitted(self, request: Request) -> None:
-        if request.kind is Kind.FINETUNE:
-            self._tuning.add(request)
-        else:
-            self._inference.add(request)
+        self._side(request).add(request)
+        if request.kind is not Kind.FINETUNE:
             self._first_layer = min(self._first_layer, request.key.layers[0])
             self._seen = request.arrived
+
+    def started(self, batch: Batch) -> None:
+        for request, _, stop in batch.slices:
+            if stop == request.rows:
+                self._side(request).remove(request)
+
+    def cancelled(self, request: Request) -> None:
+        self._side(request).remove(request)
+
+    def _side(self, request: Request) -> Index:
+        return self._tuning if request.kind is Kind.FINETUNE else self._inference
 
     def decide(self, view: View, now: float) -> Decision:
         oldest = view.oldest

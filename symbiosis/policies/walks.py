@@ -101,6 +101,7 @@ class Walks:
         self._prompts: dict[str, Walk] = {}  # prompts under way, by client
         self._cost = Fit()  # time that the executor spends on a prompt, by its rows
         self._queue: list[tuple[tuple[bool, float], int, Request]] = []  # requests of prompts, by rank
+        self._most = 64  # length of the queue from which requests that have run are removed
         self._ordered, self._changes = -math.inf, 0  # time at which the prompts were ordered, and changes since
         self._share = 0.0  # time that fine-tuning may take before queued prompts
         self._between, self._until = math.inf, 0.0  # least slack of a text's next token, and until when that holds
@@ -119,6 +120,10 @@ class Walks:
         walk.last, walk.seen = request, request.arrived
         if prefill:
             heapq.heappush(self._queue, (walk.rank, request.id, request))
+            if len(self._queue) > self._most:  # requests that have run stay until they come first
+                self._queue = [entry for entry in self._queue if _queued(entry[2])]
+                heapq.heapify(self._queue)
+                self._most = 2 * len(self._queue) + 64
 
     def spent(self, client: str, seconds: float) -> None:
         """Note the time that the executor spent on a client's prompt, or on its fine-tuning."""

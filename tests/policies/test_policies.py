@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from random import Random
@@ -14,8 +16,8 @@ from hypothesis import strategies as st
 from symbiosis.core.clients import STOPPED_S
 from symbiosis.core.policy import Policy
 from symbiosis.core.registry import make_policy
-from symbiosis.core.requests import Batch, Key, Pass
-from symbiosis.core.scheduler import HELD_S, WaitUntil
+from symbiosis.core.requests import Batch, Key, Pass, Request
+from symbiosis.core.scheduler import HELD_S, Scheduler, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic, arrivals
@@ -358,6 +360,35 @@ class TestDeadlines:
                 w.complete(batch, took)
             else:
                 w.clock.advance(random.uniform(1e-4, 1e-3))
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("spec", ["co-serving:max_wait_ms=150", "temporal:max_wait_ms=150"])
+def test_an_overloaded_executor_keeps_no_answered_requests(spec: str, kind: Kind) -> None:
+    """The oldest request has always waited for longer than ``max_wait_ms``. A client has at most a few requests."""
+    scheduler, clients, layers = Scheduler(make_policy(spec), layers=8, max_rows=64), 50, 8
+    at = {f"overloading-{number}": 0 for number in range(clients)}
+    ids, now, answered = itertools.count(), 0.0, 0
+
+    def submit(client: str) -> None:
+        scheduler.submit(Request(next(ids), client, Key((at[client],), Pass.FORWARD), 64, kind, now))
+
+    for client in at:
+        scheduler.client_joined(client)
+        submit(client)
+    while answered < 3000:
+        action = scheduler.next_action(now)
+        if isinstance(action, WaitUntil):
+            now = action.time
+            continue
+        now += 0.01
+        for request in scheduler.completed(action, 0.01, now):
+            answered += 1
+            at[request.client] = (at[request.client] + 1) % layers
+            submit(request.client)
+    assert not scheduler.policy_errors
+    kept = sum(type(each) is Request and each.client in at for each in gc.get_objects())
+    assert kept < 10 * clients
 
 
 class TestFurthestBehind:
