@@ -24,6 +24,8 @@ class ClientState:
     """Whether the client is in a walk with nothing outstanding, and has not stopped."""
     since: float = 0.0
     """Time at which it began to think, in seconds."""
+    asked: bool = True
+    """Whether the client has sent a request since it last counted as thinking because it began a walk."""
     passed: int = 0
     """Number of batches that passed over requests of its present walk."""
     held: float = 0.0
@@ -44,6 +46,13 @@ class Clients:
         self.states: dict[str, ClientState] = {}
         self.thinking = 0
         self.look_at = 0.0
+
+    def begin_walk(self, state: ClientState, now: float) -> None:
+        """Note that a client without an outstanding request has begun a walk. In another process, it counts as thinking
+        for that only once until it sends a request: it could otherwise delay other clients without limit."""
+        if state.asked or state.local:
+            state.asked = False
+            self.begin_thinking(state, now)
 
     def begin_thinking(self, state: ClientState, now: float) -> None:
         """Note that a client in a walk has nothing outstanding from now on."""

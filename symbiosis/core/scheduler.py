@@ -16,9 +16,10 @@ decision breaks a rule, or it raises instead of deciding, the oldest request is 
 
 The scheduler makes four decisions itself. A request that finds the executor idle runs at once, if no other client is
 thinking and the policy allows it. The driver's other work gets its turn every :data:`TURN_S`. A client that is thinking
-for :data:`STOPPED_S` without a request counts as stopped, and not as thinking, until its next request. Once a batch has
-passed over a request, waits without a limit may delay the rest of its walk by :data:`HELD_S` in all: otherwise a client
-that sends single rows at intervals could delay each request anew.
+for :data:`STOPPED_S` without a request counts as stopped, and not as thinking, until its next request. A client of
+another process that begins one walk after another without a request counts as thinking for the first only. Once a batch
+has passed over a request, waits without a limit may delay the rest of its walk by :data:`HELD_S` in all: otherwise a
+client that sends single rows at intervals could delay each request anew.
 
 Cost: submission, cancellation and completion are O(1) in the number of clients and of their requests, and O(n) in those
 of the same client and key. A decision costs what the policy needs, plus the size of its batch; it looks at all clients
@@ -161,7 +162,7 @@ class Scheduler:
         state.in_walk, state.passed, state.held = True, 0, 0.0
         self._turned = -math.inf  # other clients may be about to begin: their requests can share its first batch
         if not state.open:
-            self._clients.begin_thinking(state, now)
+            self._clients.begin_walk(state, now)
 
     def walk_ended(self, client: str) -> None:
         """Note that a client is idle."""
@@ -349,6 +350,7 @@ class Scheduler:
             raise UsageError(f"request {request.id} is from {request.client!r}, which has not joined")
         self._open[request.id] = request
         state.open += 1
+        state.asked = True
         self._clients.end_thinking(state)
         request.terms, request.local = state.terms, state.local
         if request.joint:

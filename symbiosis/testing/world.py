@@ -73,6 +73,10 @@ class World:
         """Times at which the running batches started, by ``id()``."""
         self._thinks_since: dict[str, float] = {}
         """Clients in a walk with nothing outstanding that have not stopped, and since when."""
+        self._local: set[str] = set()
+        """Clients in the executor's process."""
+        self._silent: set[str] = set()
+        """Clients that counted as thinking because they began a walk, and have sent no request since."""
         self._held: dict[str, float] = {}
         """Seconds for which the requests of each client's walk have held the front of the queue in waits."""
         self._wait: tuple[str, float] | None = None
@@ -85,6 +89,8 @@ class World:
         """Let a client join."""
         self.scheduler.client_joined(client, terms, local=local)
         self.clients[client] = False
+        if local:
+            self._local.add(client)
         self.check()
 
     def leave(self, client: str) -> None:
@@ -96,6 +102,8 @@ class World:
             del self.waiting[request.id]
         del self.clients[client]
         self._thinks_since.pop(client, None)
+        self._local.discard(client)
+        self._silent.discard(client)
         self.check()
 
     def begin_walk(self, client: str) -> None:
@@ -103,7 +111,8 @@ class World:
         self.scheduler.walk_began(client, self.clock.now)
         self.clients[client] = True
         self._new_walk(client)
-        self._freed(client)
+        if (client not in self._silent or client in self._local) and self._freed(client):
+            self._silent.add(client)
         self.check()
 
     def end_walk(self, client: str) -> None:
@@ -142,6 +151,7 @@ class World:
         if not self.clients[client]:
             self._new_walk(client)
         self._thinks_since.pop(client, None)
+        self._silent.discard(client)
         return request
 
     def cancel(self, request: Request) -> None:
@@ -152,10 +162,13 @@ class World:
             self._freed(request.client)
         self.check()
 
-    def _freed(self, client: str) -> None:
-        """Note that a client thinks from now on, if it is in a walk and has nothing outstanding."""
-        if self.clients[client] and all(request.client != client for request in self.waiting.values()):
+    def _freed(self, client: str) -> bool:
+        """Note that a client thinks from now on, if it is in a walk and has nothing outstanding. Return whether it
+        is."""
+        free = self.clients[client] and all(request.client != client for request in self.waiting.values())
+        if free:
             self._thinks_since[client] = self.clock.now
+        return free
 
     def decide(self) -> Batch | WaitUntil:
         """Ask for the next action, and check it. A batch counts as running until :meth:`complete`."""

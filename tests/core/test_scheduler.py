@@ -219,6 +219,44 @@ def test_a_client_without_requests_counts_as_stopped() -> None:
     scheduler.validate()
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_walks_without_requests_delay_others_once(ends: bool) -> None:
+    """A client that begins walk after walk and sends no request counts as thinking for one second in all."""
+    world = world_of(Lockstep(), "polite", "other")
+    for layer in range(4):
+        world.submit("polite", Key((layer,), Pass.FORWARD), 1)
+        while isinstance(action := world.decide(), WaitUntil):
+            assert world.clock.now < STOPPED_S
+            world.clock.advance(min(action.time - world.clock.now, 0.3))
+            if ends:
+                world.end_walk("other")
+            world.begin_walk("other")
+        world.complete(action)
+        world.begin_walk("other")
+
+
+def test_a_client_that_returns_after_minutes_counts_as_thinking() -> None:
+    scheduler, policy = make("a")
+    scheduler.client_joined("b")
+    for minute in range(1, 4):
+        scheduler.walk_began("b", 60.0 * minute)
+        assert scheduler.thinking == 2
+        mine = request(minute, "b")
+        scheduler.submit(mine)
+        scheduler.completed(run(scheduler, policy, (mine, 3)), 1e-3, 60.0 * minute)
+        scheduler.walk_ended("b")
+
+
+def test_a_client_in_the_executors_process_thinks_between_joint_walks() -> None:
+    """It ends its walk while it waits for a joint walk, begins again afterwards, and sends no request meanwhile."""
+    scheduler, _ = make()
+    scheduler.client_joined("a", local=True)
+    for second in range(3):
+        scheduler.walk_began("a", float(second))
+        assert scheduler.thinking == 1
+        scheduler.walk_ended("a")
+
+
 def test_a_request_that_finds_the_executor_idle_runs_at_once() -> None:
     scheduler = Scheduler(NoLockstep(), layers=2, max_rows=8)
     for client in ("a", "b"):

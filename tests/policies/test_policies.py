@@ -493,12 +493,13 @@ class TestAdaptive:
 
     def test_without_adaptive_waits_the_deadline_counts(self) -> None:
         policy = Opportunistic(wait_ms=1000, max_wait_ms=1000, adaptive=False)
-        w = world_of(policy, "a", "b")
+        w = world_of(policy, "a")
         for _ in range(30):
             w.submit("a", F0, 1)
             w.clock.advance(1.0)
             w.complete(run_now(w), 1e-9)
-        w.begin_walk("b")  # b had stopped
+        w.join("b")
+        w.begin_walk("b")
         w.submit("a", F0, 1)
         action = w.decide()
         assert isinstance(action, WaitUntil)
