@@ -1,8 +1,9 @@
 """Temporal sharing: inference and fine-tuning alternate (FlexLLM's baselines, section 8 and algorithm 3).
 
 One iteration of fine-tuning follows a number of iterations of inference, and neither runs during an iteration of the
-other. An iteration of inference is a batch at the first layer that inference uses. An iteration of fine-tuning, called
-its *turn*, runs each key once, which is one walk forward and back (two turns where backward recomputes layers).
+other. An iteration of inference is a batch whose oldest request of inference begins a walk: it is for an earlier layer
+than the request before of its client, or for the same key. An iteration of fine-tuning, called its *turn*, runs each
+key once, which is one walk forward and back (two turns where backward recomputes layers).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from symbiosis.policies.order import Index
 
 _AWAY_S = 0.1
 """Seconds without a request of a kind after which clients of that kind count as idle."""
+_MAX_CLIENTS = 4096
+"""Clients whose latest key is remembered."""
 
 
 class TemporalSharing(Policy):
@@ -38,8 +41,10 @@ class TemporalSharing(Policy):
         self.every = whole(self.name, "every", every, least=1)
         self.max_wait_ms = milliseconds(self.name, "max_wait_ms", max_wait_ms)
         self._inference, self._tuning = Index(), Index()
-        self._first_layer = 1 << 62
-        """First layer that inference uses."""
+        self._latest: dict[str, Key] = {}
+        """Key of the latest request of each inference client."""
+        self._begins: set[int] = set()
+        """Ids of the queued requests with which a walk of inference begins."""
         self._seen = -math.inf
         """Time of the latest inference request."""
         self._tuned = -math.inf
@@ -52,16 +57,22 @@ class TemporalSharing(Policy):
     def submitted(self, request: Request) -> None:
         self._side(request).add(request)
         if request.kind is not Kind.FINETUNE:
-            self._first_layer = min(self._first_layer, request.key.layers[0])
             self._seen = request.arrived
+            key, before = request.key, self._latest.get(request.client)
+            if before is None and len(self._latest) >= _MAX_CLIENTS:
+                self._latest.clear()
+            if before is None or key == before or key.layers[0] < before.layers[0]:
+                self._begins.add(request.id)
+            self._latest[request.client] = key
 
     def started(self, batch: Batch) -> None:
         for request, _, stop in batch.slices:
             if stop == request.rows:
-                self._side(request).remove(request)
+                self.cancelled(request)
 
     def cancelled(self, request: Request) -> None:
         self._side(request).remove(request)
+        self._begins.discard(request.id)
 
     def _side(self, request: Request) -> Index:
         return self._tuning if request.kind is Kind.FINETUNE else self._inference
@@ -88,7 +99,7 @@ class TemporalSharing(Policy):
             self._turn = None
         if inference is None:
             return Wait(min(overdue, self._seen + _AWAY_S))
-        if inference.key.layers[0] == self._first_layer:
+        if inference.id in self._begins:
             self.iteration(len(view.queues[inference.key]))
             if not self._until_turn and tuning is not None:
                 self._until_turn = self.interval()
@@ -142,7 +153,7 @@ class DynamicTemporalSharing(TemporalSharing):
 
     def submitted(self, request: Request) -> None:
         super().submitted(request)
-        if self._until_turn and request.kind is Kind.PREFILL and request.key.layers[0] == self._first_layer:
+        if self._until_turn and request.kind is Kind.PREFILL and request.id in self._begins:
             self._prefills += 1
 
     def iteration(self, queued: int) -> None:

@@ -115,6 +115,29 @@ def test_a_turn_is_one_walk_after_any_earlier_request(tuning: tuple[str, ...]) -
     assert set(lengths[2:-1]) == {("inference", 3), ("turn", 8)}
 
 
+def test_the_iterations_of_an_encoder_decoder_model_are_the_tokens_of_its_decoder() -> None:
+    """The prompt goes through layers 0 to 3 once, and each token through layers 4 to 7."""
+    world = world_of(TemporalSharing(every=8), "text", "job", layers=8)
+    walks = {
+        "text": itertools.chain(range(4), itertools.cycle(range(4, 8))),
+        "job": itertools.cycle(range(4, 8)),
+    }
+    kinds = {"text": Kind.DECODE, "job": Kind.FINETUNE}
+    for name, walk in walks.items():
+        world.submit(name, Key((next(walk),), Pass.FORWARD), 4, kinds[name])
+    reasons = []
+    for _ in range(400):
+        batch = world.decide()
+        assert isinstance(batch, Batch), batch
+        reasons.append(batch.reason)
+        world.clock.advance(1e-3)
+        for request in world.complete(batch):
+            world.submit(request.client, Key((next(walks[request.client]),), Pass.FORWARD), 4, request.kind)
+    lengths = [(reason, len(list(run))) for reason, run in itertools.groupby(reasons)]
+    assert lengths[0] == ("inference", 8 + 4 * 6 + 1)  # the prompt, six more tokens, and the first layer of another
+    assert set(lengths[1:-1]) == {("turn", 4), ("inference", 4 * 8)}
+
+
 @pytest.mark.parametrize("make", [lambda: TemporalSharing(every=2), DynamicTemporalSharing])
 def test_without_fine_tuning_there_are_no_turns_and_no_state(make: Any) -> None:
     policy = make()
