@@ -39,8 +39,10 @@ from symbiosis.errors import UsageError
 from symbiosis.policies.admission import Admission, token_count
 from symbiosis.policies.options import mapping, number
 
-_MAX_CLIENTS, _MAX_TENANTS = 16384, 4096
-"""Clients and tenants that are remembered while they have nothing queued."""
+_MAX_CLIENTS = 16384
+"""Clients whose tenant need not be looked up by its name."""
+_MAX_TENANTS = 4096
+"""Tenants that are remembered while they have nothing queued."""
 _MAX_WEIGHT = 1e6
 """Largest weight, and the inverse of the smallest."""
 
@@ -133,7 +135,7 @@ class Fair(Admission):
         }
         self._tenants: dict[str, _TenantQueue] = {}
         self._of: dict[str, _TenantQueue] = {}
-        """Tenants by client."""
+        """Tenants by client, as far as they were looked up lately."""
         self._numbers = itertools.count()
         self._queued = _ByCounter()
         """Tenants with a request queued."""
@@ -184,7 +186,7 @@ class Fair(Admission):
             clients = request.clients
             tokens = self._kinds[request.kind] * token_count(request, layers) / len(clients)
             for client in clients:
-                tenant = self._of[client]
+                tenant = self._of.get(client) or self._tenant(client)
                 tenant.held.pop(request.id, None)
                 tenant.counter += tokens / tenant.weight
                 tenant.charged += tokens / tenant.weight
@@ -199,7 +201,7 @@ class Fair(Admission):
 
     def drop(self, request: Request) -> None:
         clients = request.clients
-        tenants = [self._of[client] for client in clients]
+        tenants = [self._of.get(client) or self._tenant(client) for client in clients]
         held = [tenant.held.pop(request.id, None) for tenant in tenants]
         if any(held):
             for tenant in tenants:
@@ -209,7 +211,7 @@ class Fair(Admission):
         for request in requests:
             clients = request.clients
             for client in clients:
-                tenant = self._of[client]
+                tenant = self._of.get(client) or self._tenant(client)
                 tenant.queued -= 1
                 tenant.inside -= request.rows // len(clients)
                 if tenant.held:
@@ -222,9 +224,9 @@ class Fair(Admission):
         return tenant.counter
 
     def _tenant(self, client: str) -> _TenantQueue:
-        """Return the tenant of a client that is not known."""
+        """Return the tenant of a client that was not looked up lately."""
         if len(self._of) >= _MAX_CLIENTS:
-            self._forget()
+            self._of.clear()
         name = tenant_of(client)
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -239,7 +241,7 @@ class Fair(Admission):
         idle = [name for name, tenant in self._tenants.items() if not tenant.queued]
         for name in idle[: len(idle) // 2 + 1]:
             del self._tenants[name]
-        self._of = {client: tenant for client, tenant in self._of.items() if tenant.queued}
+        self._of.clear()
 
 
 def _weight(option: str, value: object) -> float:

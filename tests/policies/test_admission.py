@@ -20,7 +20,17 @@ from symbiosis.core.requests import Batch, Key, Pass, Request
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.terms import NO_TERMS, Kind, Terms, effective, kind_of, tenant_of
 from symbiosis.errors import PolicyError, UsageError
-from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit, rate_limit
+from symbiosis.policies import (
+    CoServing,
+    Fair,
+    Lockstep,
+    NoLockstep,
+    Opportunistic,
+    Priority,
+    RateLimit,
+    fair,
+    rate_limit,
+)
 from symbiosis.policies.admission import Admission
 from symbiosis.testing import World, tiny_model
 from tests.helpers import IDS, Conformance, examples, world_of
@@ -316,6 +326,26 @@ def test_many_tenants_join_and_leave() -> None:
         world.complete(_run(world))
         world.leave(f"tenant-{number}")
     assert len(policy._tenants) <= 4096
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_many_clients_of_one_tenant_displace_no_other(monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    monkeypatch.setattr(fair, "_MAX_CLIENTS", 8)
+    policy = Fair(NoLockstep())
+    world = world_of(policy, "alice", "bob", "erin/first")
+    for name in ("alice", "bob"):
+        world.submit(name, F0, 8)
+        world.complete(_run(world))
+    if waits:  # one of erin's requests is always queued
+        world.submit("erin/first", F0, 8)
+    for number in range(30):
+        world.join(f"erin/{number}")
+        world.submit(f"erin/{number}", F0, 8)
+        world.complete(_run(world))
+        world.leave(f"erin/{number}")
+    assert policy.service().keys() == {"alice", "bob", "erin"}
+    assert policy.service()["alice"] == policy.service()["bob"] == 2 * 8 / 4
+    assert len(policy._of) <= 8
 
 
 def test_a_joint_walk_does_not_wait_behind_a_request_of_one_of_its_tenants() -> None:
