@@ -37,6 +37,10 @@ class LayerStatistics(NamedTuple):
         return self.members / self.batches if self.batches else 0.0
 
 
+_NONE = LayerStatistics(0, 0, 0, 0, 0.0)
+"""Counts of a layer that had no requests."""
+
+
 class ClientStatistics(NamedTuple):
     """Counts of one client, or of all clients of one tenant."""
 
@@ -381,12 +385,17 @@ class Counters:
         """
         self._share_out()
         service = service or {}
-        layers = {
-            f"{group_name([names[index] for index in key.layers])} {_PASSES[_number_of(key)]}": (
-                LayerStatistics(layer.requests, layer.batches, layer.members, layer.rows, layer.wait_s)
+        layers: dict[str, LayerStatistics] = {}
+        for key, layer in sorted(self.layers.items()):
+            name = f"{group_name([names[index] for index in key.layers])} {_PASSES[_number_of(key)]}"
+            before = layers.get(name, _NONE)  # keys of one bank of experts that differ in choices have the same name
+            layers[name] = LayerStatistics(
+                before.requests + layer.requests,
+                before.batches + layer.batches,
+                before.members + layer.members,
+                before.rows + layer.rows,
+                before.wait_s + layer.wait_s,
             )
-            for key, layer in sorted(self.layers.items())
-        }
         tenants: dict[str, _ClientCounts] = {}
         for part in (self._left, self.clients):
             for name, client in part.items():
