@@ -63,6 +63,8 @@ class MaskedChannel:
         self.identity: Callable[[], Identity] = self._first.identity
         self.before_return: Callable[[Check], None] = self._first.before_return
         self._keys: dict[Key, MaskedKey] = {}
+        self._sent_as: dict[Key, MaskedKey] = {}
+        """By the key that the executor sees."""
         self._sent: dict[Call, tuple[Call, ...]] = {}
         """Call of the client → masked calls, one for each channel, until it is answered or cancelled."""
         self._side = SideCalls(self.client, len(channels), loop)
@@ -94,13 +96,14 @@ class MaskedChannel:
         masked = MaskedKey(
             sent, effects, specs, width, tuple(one.width for one in results), torch.float32 if narrow else dtype
         )
-        return self._keys.setdefault(key, masked)
+        # Rows of both dtypes of a layer are sent under one key, and must not be masked as if they were of two.
+        return self._keys.setdefault(key, self._sent_as.setdefault(sent, masked))
 
     def _masked(self, call: Call) -> tuple[MaskedRows, Unmask]:
         """Mask the rows of a call. The function returns the client's results from those of the executors."""
         key = self.masked_key(call.key)
         masked, not_finite = _in_plain_torch(self._mask_rows, key, call)
-        return masked, partial(_in_plain_torch, _unmask_rows, key, masked.unmask, not_finite)
+        return masked, partial(_in_plain_torch, _unmask_rows, call.tensors[0].dtype, masked.unmask, not_finite)
 
     def _mask_rows(self, key: MaskedKey, call: Call) -> tuple[MaskedRows, torch.Tensor | None]:
         """Return the masked rows, and which rows [n] are not finite, if any. These are masked as zeros."""
@@ -263,11 +266,10 @@ def _in_plain_torch(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def _unmask_rows(
-    key: MaskedKey, unmask: Unmask, not_finite: torch.Tensor | None, answers: Sequence[Results]
+    dtype: torch.dtype, unmask: Unmask, not_finite: torch.Tensor | None, answers: Sequence[Results]
 ) -> Results:
-    """Return unmasked results in the dtype of the layers, with NaN for the rows [n] that were not finite."""
+    """Return unmasked results in the dtype of the call's rows, with NaN for the rows [n] that were not finite."""
     results = unmask(answers)
     if not_finite is not None:
         results = tuple([result.masked_fill(not_finite[:, None], math.nan) for result in results])
-    dtype = key.layers[0].dtype
-    return results if dtype is key.dtype else tuple([result.to(dtype) for result in results])
+    return tuple([result.to(dtype) for result in results])

@@ -108,7 +108,8 @@ def simulated(
 ) -> Rates:
     """Return the rates of tenants that all work without pause, from a simulation of some tokens and steps.
 
-    Replicas that share no link are simulated one by one, and those with equal machines and as many tenants only once.
+    Replicas that share no link are simulated one by one, and those with equal machines and links, and as many tenants,
+    only once.
 
     Raises:
         PolicyError: the scheduler refused a decision of the policy.
@@ -119,7 +120,8 @@ def simulated(
     rates: list[Rates] = []
     for number, whole in enumerate(wholes):
         decode, finetune = (len(range(number, all_, len(wholes))) for all_ in (tenants.decode, tenants.finetune))
-        alike = (decode, finetune, *(fleet.machines[site.machine].device for site in whole.sites()))
+        machines = [(fleet.machines[site.machine], fleet.link(whole.home, site.machine)) for site in whole.sites()]
+        alike = (decode, finetune, *((machine.device, machine.between, link) for machine, link in machines))
         if alike not in found:
             work = replace(tenants, decode=decode, finetune=finetune)
             found[alike] = _simulated(fleet, whole, base, work, make_policy, progress)

@@ -158,6 +158,7 @@ class BlockingChannel(SynchronousChannel):
         connection, conversation = self._connection, self._conversation
         carrier = connection.carrier
         conversation.outstanding.next()
+        conversation.check_size(pending.rows, pending.size)
         parts = carrier.put(pending)
         if parts is not None:
             connection.send(parts)

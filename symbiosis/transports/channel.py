@@ -81,6 +81,7 @@ class AsyncChannel:
             self._conversation.heard(time.monotonic())
         while self._connection is connection and (pending := outstanding.next()) is not None:
             try:
+                self._conversation.check_size(pending.rows, pending.size)
                 parts = connection.carrier.put(pending)
             except UsageError as error:
                 outstanding.settle(pending)

@@ -298,6 +298,14 @@ class Conversation:
             name = f"{self._layers[call.key.layers[0]].name} {call.key.pass_.name}"
             raise RequestError(due.misfit(name, call.tensors))
         call_bytes, size = sizes(rows, due)
+        self.check_size(rows, size)
+        call.id = next(self._ids)
+        pending = Pending(call.id, call, due, rows, call_bytes, size, reply)
+        self.outstanding.waiting.append(pending)
+        return pending
+
+    def check_size(self, rows: int, size: int) -> None:
+        """Raise UsageError if a call exceeds the executor's limits. They may be lower once it was joined again."""
         if rows > self._limits.rows:
             raise UsageError(
                 f"a call has {rows} rows; the executor allows {self._limits.rows}; send fewer tokens at once, or ask "
@@ -308,10 +316,6 @@ class Conversation:
                 f"a call of {rows} rows needs {size} bytes for its rows and results; the executor allows "
                 f"{self._limits.arena_bytes}; send fewer tokens at once, or ask its host for a larger arena_bytes limit"
             )
-        call.id = next(self._ids)
-        pending = Pending(call.id, call, due, rows, call_bytes, size, reply)
-        self.outstanding.waiting.append(pending)
-        return pending
 
     def receive(self, type_: Type, content: Sequence[Any]) -> tuple[Pending, SymbiosisError | None] | None:
         """Take a message from the executor.

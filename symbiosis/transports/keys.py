@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
@@ -118,7 +119,7 @@ def load_key(path: str | Path) -> KeyPair:
     own, *others = _certificates(path)
     try:
         secret = serialization.load_pem_private_key(secrets[0].encode(), None)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, UnsupportedAlgorithm):
         raise UsageError(f"{path} has a secret key that cannot be read; `symbiosis keys new` makes keys") from None
     if secret.public_key() != x509.load_pem_x509_certificate(own.encode()).public_key():
         raise UsageError(f"the two keys in {path} do not belong together")
@@ -152,7 +153,7 @@ def _certificates(path: Path) -> list[str]:
     try:
         for text in found:
             x509.load_pem_x509_certificate(text.encode()).public_key()
-    except ValueError:
+    except (ValueError, UnsupportedAlgorithm):  # the latter is raised for a curve that OpenSSL lacks here
         found = []
     if not found:
         raise UsageError(f"{path} is no key file; `symbiosis keys new` makes them")

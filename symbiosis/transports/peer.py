@@ -349,8 +349,11 @@ class Peer:
         self._pause_if_full()
 
     def _pause_if_full(self) -> None:
-        """Stop listening to a client at its limits; resume when it is within them."""
-        full = self._no_room is not None or len(self._calls) >= self._limits.calls or self._rows >= self._limits.rows
+        """Stop listening to a client that has more calls outstanding than it may; resume when it is within its limits.
+
+        A client that keeps to them is heard: it may ask whether the executor is alive, or leave.
+        """
+        full = self._no_room is not None or len(self._calls) > self._limits.calls
         if self._paused != full:
             self._paused = full
             self._line.listen(not full)

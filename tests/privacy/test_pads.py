@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from symbiosis.core.requests import Pass
+from symbiosis.core.requests import Call, Pass
+from symbiosis.core.terms import Kind
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy import LocalPads, SecretShares, keystream, local_pads, pad_stock
 from symbiosis.privacy.own_weights import OwnWeights
-from tests.privacy.masking import Layers, Masking, ask_on_thread, assert_all_different, normal_rows
+from tests.privacy.masking import FORWARD, Layers, Masking, ask_on_thread, assert_all_different, normal_rows
 
 MODEL = Layers(32, 8)
 
@@ -28,6 +29,28 @@ def test_pads_are_used_once(rows: int) -> None:
         for _ in range(30):
             masking.ask((0,), Pass.FORWARD, x)
         assert_all_different(masking.pads(x))
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_pads_are_used_once_for_rows_of_two_dtypes(folder: bool, tmp_path: Path) -> None:
+    """A narrow layer and a product of wider rows with its weight are sent under one key, in fp32, and so have one stock
+    of pads, which their folder counts."""
+    model = Layers(32, 8, torch.bfloat16)
+    x = normal_rows(4, 32).bfloat16()
+    sessions = []
+    for wide in (True, False):
+        with Masking(LocalPads(model, rows=4, folder=tmp_path / "pads" if folder else None), model) as masking:
+            for _ in range(3):
+                (y,) = masking.channel.call(Call(FORWARD, Kind.DECODE, (x,)))
+                assert y.dtype is torch.bfloat16
+                if wide:
+                    (y,) = masking.channel.call(Call(FORWARD._replace(fp32=True), Kind.DECODE, (x.float(),)))
+                    assert y.dtype is torch.float32
+                    masking.assert_accurate(y, x.float())
+            sessions.append(masking.pads(x.float()))
+            assert_all_different(sessions[-1])
+    if folder:
+        assert_all_different(torch.cat(sessions))
 
 
 def test_a_request_that_needs_more_pads_than_are_ready() -> None:

@@ -229,6 +229,23 @@ def test_a_slower_link_makes_slower_tokens() -> None:
     assert rates[1].finetune_per_s < rates[0].finetune_per_s
 
 
+@pytest.mark.parametrize("slow", ["a", "b"])
+def test_replicas_behind_different_links_have_different_rates(slow: str) -> None:
+    """Their machines are equal, so they were taken to be alike."""
+    base = SimulatedModel.of(SMALL)
+
+    def decoded(*slow_ones: str) -> float:
+        links = [
+            {"between": ["c", name], "gbit_per_s": 0.01 if name in slow_ones else 400, "latency_us": 10}
+            for name in ("a", "b")
+        ]
+        fleet = read_fleet({"machines": {name: {"gpu": "a100"} for name in "abc"}, "links": links})
+        replicas = Placement([[Site("a", range(4)), Site("b", range(4))]], "c")
+        return simulated(fleet, replicas, base, TenantWork(4, 0, 10, 64, 8), Opportunistic).decode_per_s
+
+    assert decoded(slow) == pytest.approx((decoded() + decoded("a", "b")) / 2)
+
+
 def test_many_executors() -> None:
     fleet = read_fleet({"machines": {"a": {"gpu": "a100", "count": 64}}, "links": [{"gbit_per_s": 100}]})
     base = SimulatedModel.of(SMALL)

@@ -22,7 +22,7 @@ from symbiosis.core.budget import CONNECTION_BYTES, Account
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
-from symbiosis.errors import BusyError
+from symbiosis.errors import BusyError, ClientClosedError, UsageError
 from symbiosis.testing import run_job, run_job_plain
 from symbiosis.transports import peer, stream_line, tcp_listener, wire
 from symbiosis.transports.blocking import BlockingChannel
@@ -290,7 +290,7 @@ async def test_a_client_at_its_limits_is_served_after_its_call_had_no_room(base:
 
 @pytest.mark.parametrize("limits", [Limits(calls=1), Limits(rows=LARGEST)], ids=["calls", "rows"])
 async def test_a_client_exactly_at_its_limits_is_served(base: Any, limits: Limits) -> None:
-    """The executor stops reading at the limit, and the tensors of the call that reaches it are still to come."""
+    """The tensors of the call that reaches the limit are still to come when its message is read."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, limits=limits)
         channel = await make_transport(listener.address).connect(listener.address, "alice")
@@ -299,6 +299,54 @@ async def test_a_client_exactly_at_its_limits_is_served(base: Any, limits: Limit
         for (result,) in await asyncio.wait_for(asyncio.gather(*replies), 20):
             assert result.shape[0] == LARGEST
         channel.close()
+
+
+@pytest.mark.parametrize("limits", [Limits(calls=1), Limits(rows=8)], ids=["calls", "rows"])
+async def test_a_client_exactly_at_its_limits_hears_that_the_executor_is_alive(
+    base: Any, monkeypatch: pytest.MonkeyPatch, limits: Limits
+) -> None:
+    """Its call waits for longer than an executor may be silent. When the client leaves, the executor notices."""
+    monkeypatch.setattr("symbiosis.transports.conversation.PING_AFTER_S", 0.02)  # so 25 times this is too long
+    monkeypatch.setattr("symbiosis.transports.channel.WATCH_S", 0.01)
+    call = Call(Key((0,), Pass.FORWARD), Kind.PREFILL, (torch.ones(8, 32),))
+    async with symbiosis.Executor(base, policy="rate-limit:tokens_per_s=0.3,burst_s=0.1") as executor:
+        listener = await executor.listen(LOCAL, limits=limits)
+        channel = await make_transport(listener.address, retry=0.0).connect(listener.address, "alice")
+        await asyncio.ensure_future(channel.send(call))
+        reply = asyncio.ensure_future(channel.send(call))
+        await asyncio.sleep(1.0)
+        assert not reply.done()
+        channel.close()
+        await until(lambda: not executor.service.clients)
+        with contextlib.suppress(ClientClosedError):
+            await reply
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_call_that_is_too_large_when_its_executor_has_returned(
+    base: Any, tmp_path: Path, scheme: str, blocking: bool
+) -> None:
+    """It was made before, when the executor's limits were higher. Smaller calls are answered."""
+    address = f"shm://{tmp_path}/s" if scheme == "shm" else LOCAL
+    large, small = [Call(Key((0,), Pass.FORWARD), Kind.PREFILL, (torch.ones(rows, 32),)) for rows in (LARGE, 2)]
+    async with symbiosis.Executor(base) as executor:
+        first = await executor.listen(address)
+        transport = make_transport(first.address)
+        if blocking:
+            channel: Any = await asyncio.to_thread(transport.connect_blocking, first.address, "alice")
+        else:
+            channel = await transport.connect(first.address, "alice")
+        await first.close()
+        answer = asyncio.ensure_future(asyncio.to_thread(channel.call, large))
+        await asyncio.sleep(0.2)
+        second = await executor.listen(first.address, limits=Limits(arena_bytes=MIB))
+        with pytest.raises(UsageError, match=r"a call of 16000 rows needs \d+ bytes .* the executor allows 1048576"):
+            await asyncio.wait_for(answer, 30)
+        (result,) = await asyncio.wait_for(asyncio.to_thread(channel.call, small), 30)
+        assert result.shape[0] == 2
+        await asyncio.to_thread(channel.close) if blocking else channel.close()
+        await second.close()
 
 
 async def test_clients_of_one_process_do_not_keep_each_other_from_getting_room(base: Any, tmp_path: Path) -> None:

@@ -40,6 +40,17 @@ def secret_in(path: Path) -> str:
     return path.read_text().partition("-----BEGIN PRIVATE KEY-----\n")[2].partition("\n")[0]
 
 
+OTHER_CURVE = """-----BEGIN CERTIFICATE-----
+MIIBPzCB/qADAgECAhRylU4PH1js4Q6pS1SvGQibZ6bY0DAKBggqhkjOPQQDAjAM
+MQowCAYDVQQDDAFtMCAXDTI2MTEyODEyNTYxN1oYDzIxMjYxMTA0MTI1NjE3WjAM
+MQowCAYDVQQDDAFtMEIwFAYHKoZIzj0CAQYJKyQDAwIIAQEBAyoABJbz/rspIpQx
+fGn6s7FEKHlNWtU/pXXHA4wxZ/l1jfbDQ+Vuf0fBgc+jUzBRMB0GA1UdDgQWBBRA
+L5PQtU8JOGRUNWffR7eV07Jk/jAfBgNVHSMEGDAWgBRAL5PQtU8JOGRUNWffR7eV
+07Jk/jAPBgNVHRMBAf8EBTADAQH/MAoGCCqGSM49BAMCAzAAMC0CFBdptXeZtQ2A
+BcfPiaA49meHr4qAAhUAjqvukfHSfNNncg00AhfVFYLJKdM=
+-----END CERTIFICATE-----
+"""
+"""A certificate on the curve brainpoolP160r1, which Python's cryptography does not know."""
 TENANT = """
 import sys, torch, symbiosis
 address, key = sys.argv[1:]
@@ -246,10 +257,12 @@ async def test_a_broken_key_folder_does_not_end_authentication(
         assert any("No such file" in why for why in refusals(caplog))
         await asyncio.to_thread(away.rename, keys)
         (keys / "broken.public").write_text("no key")
+        (keys / "curve.public").write_text(OTHER_CURVE)
         (keys / "gone.public").symlink_to(keys / "nowhere.public")
         os.mkfifo(keys / "pipe.public")
         async with symbiosis.connect(listener.address, **alice) as remote:
             assert (await remote.status())["layers"] == 15
+        assert {*listener.keys.names().values()} == {"alice", "bob"}
 
 
 async def test_a_tenant_cannot_use_the_session_of_another(base: Any, keys: Path) -> None:
