@@ -135,7 +135,7 @@ class Executor:
         if walked:
             tell_unloaded(policy, self._token_s / split.fraction)
         address = f"inproc://{name or f'executor-{next(_numbers)}'}"
-        self.service = ExecutorService(split, self.engine, budget, address, loaded.source, model_name)
+        self.service = ExecutorService(split, self.engine, budget, address, loaded.tokenizer, model_name)
         log.info("%s: %s", type(loaded.model).__name__, "; ".join(self.service.sharing.lines()))
         self._client_numbers = itertools.count(1)
         self._joint_mode = joint

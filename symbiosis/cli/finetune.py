@@ -159,11 +159,12 @@ def finetune(
 
         from symbiosis import open_model
         from symbiosis.cli.data import tokenize
-        from symbiosis.cli.positions import positions_of
+        from symbiosis.cli.positions import check_decoder, positions_of
         from symbiosis.core.terms import Kind
 
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
         with open_model(address, kind=Kind.FINETUNE, privacy=privacy, **options) as base:
+            check_decoder(base)
             kept["model"] = base.symbiosis.weights
             if resume:
                 check_same(output, kept)

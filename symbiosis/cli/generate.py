@@ -15,7 +15,7 @@ import typer
 from symbiosis.cli.chats import chat_prompt, encode
 from symbiosis.cli.data import PromptFormat, check_encodable, read_prompts
 from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, PrivacyOption, RetryOption, options_of
-from symbiosis.cli.positions import positions_of
+from symbiosis.cli.positions import check_decoder, positions_of
 from symbiosis.core.registry import make_transport
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, visible, writable
@@ -110,10 +110,11 @@ def generate(
         )
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with open_model(address, privacy=privacy, **options) as base:
+        check_decoder(base)
         model = base if adapter is None else _with_adapter(base, adapter)
         if seed is not None:
             torch.manual_seed(seed)
-        chosen: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+        chosen: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "num_beams": 1}
         chosen |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
         positions = positions_of(base, None if adapter is None else model.active_peft_config)
         writer = _Writer(

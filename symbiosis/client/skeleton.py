@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear, is_mis
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import MAX_MODEL_NAME, Resident, Share, dtype_named, is_model_name, layers_of, quantization_of
 from symbiosis.core.transport import Channel
-from symbiosis.errors import PlaceholderError, ShareError
+from symbiosis.errors import PlaceholderError, ShareError, SplitError
 
 _hollows: weakref.WeakKeyDictionary[Share, dict[torch.device, Hollow]] = weakref.WeakKeyDictionary()
 """The hollow models of this process, so that clients of one executor share their tensors."""
@@ -182,13 +183,37 @@ def _known_attention(name: Any) -> str | None:
     )
 
 
+def _is_compiled(name: str, module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` has replaced the ``forward`` of a module.
+
+    Raises:
+        SplitError: another function has. A copy of the module would call the function, and the function the original,
+            with the base layers of the executor and without a client's adapter.
+    """
+    forward = vars(module).get("forward")
+    if forward is None or isinstance(forward, MethodType | functools.partial):  # their module is copied with them
+        return False
+    original = getattr(forward, "_torchdynamo_orig_callable", None)
+    if isinstance(original, MethodType) and original.__func__ is type(module).forward:
+        return True
+    raise SplitError(
+        f"forward of {name or 'the model'} ({type(module).__name__}) was replaced by a function, which clients' copies "
+        "of the model would share; make it a method (types.MethodType), or use a subclass"
+    )
+
+
 def make_skeleton(
     model: nn.Module, layers: Sequence[tuple[LayerSpec, nn.Module]], requester: Requester, device: torch.device
 ) -> nn.Module:
     """Return a copy of ``model`` whose ``layers`` are VirtLayers. Frozen parameters share memory with the model.
 
     Base layers may be on the meta device, as they are in a client that has no weights of them.
+
+    Raises:
+        SplitError: the ``forward`` of a module was replaced by a function, which cannot be copied.
     """
+    inside = {id(part) for _, module in layers for part in module.modules()}
+    compiled = [name for name, each in model.named_modules() if id(each) not in inside and _is_compiled(name, each)]
     memo: dict[int, object] = {}
     shared: dict[int, SharedParameter] = {}
     linears = {id(module): (spec, module) for spec, module in layers if spec.linear}
@@ -203,6 +228,8 @@ def make_skeleton(
         cls = VirtLinear if isinstance(module, nn.Linear) else VirtConv1D
         memo[id_] = cls(module, spec, requester, device, shared.get(id(module.weight)))
     skeleton: Any = copy.deepcopy(model, memo)
+    for name in compiled:
+        del skeleton.get_submodule(name).forward
     for spec, _ in layers:
         if spec.experts:
             virtualize_experts(skeleton.get_submodule(spec.name), spec, requester)

@@ -207,7 +207,7 @@ def is_linear(module: nn.Module) -> bool:
     """Return whether a module is an ``nn.Linear``, possibly quantized, a subclass of it that gives the same product, or
     a ``Conv1D``."""
     if not isinstance(module, nn.Linear):
-        return type(module) is Conv1D
+        return type(module) is Conv1D and _is_unchanged(module)
     if "weight" not in module._parameters:  # it is computed from others
         return False
     return quantized.is_quantized(module) or _is_plain(module) or _gives_the_product(module)
@@ -215,8 +215,12 @@ def is_linear(module: nn.Module) -> bool:
 
 def _is_plain(module: nn.Linear) -> bool:
     """Return whether a call of a module is ``F.linear`` and nothing else."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return type(module).forward is nn.Linear.forward and not hooks
+    return type(module).forward is nn.Linear.forward and _is_unchanged(module)
+
+
+def _is_unchanged(module: nn.Module) -> bool:
+    """Return whether a module runs the ``forward`` of its class, without hooks."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def _gives_the_product(module: nn.Linear) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 from symbiosis.core.share import dtype_name
 from symbiosis.errors import UsageError
 from symbiosis.executor.launch import Launch, ShardSettings
-from symbiosis.executor.loading import Check, dtype_of, load_model
+from symbiosis.executor.loading import Check, dtype_of, load_model, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class Loaded:
     """Device that base layers are moved to; None if they stay where they are."""
     dtype: torch.dtype | None = None
     """Precision that base layers get when they are taken out; None for that of the model."""
-    source: str | Path | None = None
-    """Folder or hub id."""
+    tokenizer: Callable[[], Any] | None = None
+    """Loads the model's tokenizer."""
     launch: Launch | None = None
     """The shards that hold the model together, if there are several."""
 
@@ -68,14 +70,15 @@ class Loaded:
             UsageError: there is no such model, or an argument cannot be told to the other shards.
         """
         named = None if dtype == "auto" else dtype_of(dtype)
+        tokenizer = partial(load_tokenizer, source, **options)
         if shards == 1:
             if dtype is not None and not partly:
                 options, named = {**options, "dtype": named or dtype}, None
-            return cls(load_model(source, model_class, check, **options), device, named, source)
+            return cls(load_model(source, model_class, check, **options), device, named, tokenizer)
         launch = Launch(shards, settings(source, model_class, device, dtype, options))
         if launch.rank:
             raise UsageError("this is not the first process of torchrun; call Executor.run_shard here")
-        return cls(launch.settings.load(check), launch.settings.device_of(0), named, source, launch)
+        return cls(launch.settings.load(check), launch.settings.device_of(0), named, tokenizer, launch)
 
     def close(self) -> None:
         """End the other shards."""

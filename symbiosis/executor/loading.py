@@ -76,6 +76,13 @@ def load_model(
         raise UsageError(f"there is no folder {model}, and {_why_not(error)}") from error
 
 
+def load_tokenizer(model: str | Path, **options: Any) -> Any:
+    """Return the tokenizer of a model, given the arguments of :func:`load_model`. No code of its own is run."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model, **{**_config_options(options), "trust_remote_code": False})
+
+
 def _why_not(error: BaseException) -> str:
     """Return why the hub has given no model, in words that say what to do."""
     from huggingface_hub import errors, is_offline_mode

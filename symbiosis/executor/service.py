@@ -10,7 +10,6 @@ import asyncio
 import os
 from collections.abc import Callable, Collection
 from functools import cached_property, lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class ExecutorService:
         engine: runs the calls.
         budget: the memory that all connections may take together.
         address: the first address to listen at, in this process.
-        source: the folder or hub id that the model came from, where its tokenizer is.
+        tokenizer: loads the model's tokenizer; None if it has none.
         model_name: the model's name for clients in other processes; see :func:`~symbiosis.executor.share.share_of`.
 
     Attributes:
@@ -66,7 +65,7 @@ class ExecutorService:
         engine: Engine,
         budget: Budget,
         address: str,
-        source: str | Path | None,
+        tokenizer: Callable[[], Any] | None,
         model_name: str | None,
     ) -> None:
         self.address = address
@@ -74,7 +73,7 @@ class ExecutorService:
         self._split = split
         self._expected = lru_cache(KEYS)(partial(expected, split.specs))
         self._engine = engine
-        self._source = source
+        self._tokenizer = tokenizer
         self._model_name = model_name
         self._sessions: dict[str, ExecutorSession] = {}
         self.listeners: list[Listener] = []
@@ -218,7 +217,7 @@ class ExecutorService:
 
     def share(self) -> Share:
         if self._share is None:
-            self._share = share_of(self._split, self._source, self._model_name)
+            self._share = share_of(self._split, self._tokenizer, self._model_name)
         return self._share
 
     @cached_property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,12 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version")
 """Entries of configurations that may differ between copies of one checkpoint."""
 
 
-def share_of(split: SplitModel, source: str | Path | None = None, name: str | None = None) -> Share:
+def share_of(split: SplitModel, tokenizer: Callable[[], Any] | None = None, name: str | None = None) -> Share:
     """Return the share of a split model.
 
     Args:
         split: the model and its base layers.
-        source: the folder or hub id that the model came from, where its tokenizer is.
+        tokenizer: loads the model's tokenizer; None if it has none.
         name: the model's name for clients; by default its hub id, or the last part of its folder.
 
     Raises:
@@ -44,6 +45,7 @@ def share_of(split: SplitModel, source: str | Path | None = None, name: str | No
             f"{type(model).__name__} is not a transformers model, so clients in other processes cannot build their "
             "share of it; it can be served to clients in this process only"
         )
+    _check_as_built(split)
     tensors, tied, buffers = client_side(split)
     generation = getattr(model, "generation_config", None)
     hashes = split.hashes()
@@ -68,7 +70,28 @@ def share_of(split: SplitModel, source: str | Path | None = None, name: str | No
         description["quantization"] = quantization
     description["fingerprint"] = fingerprint_of(description)
     description["name"] = name_of(model, name)
-    return Share(description, tensors, _tokenizer_files(source))
+    return Share(description, tensors, _tokenizer_files(description["name"], tokenizer))
+
+
+def _check_as_built(split: SplitModel) -> None:
+    """Raise ShareError if a module of the clients' part has hooks or a ``forward`` of its own: clients in other
+    processes build this part from the configuration."""
+    layers = [*(layer.module for layer in split.layers), *(module for _, module in split.elsewhere)]
+    served = {id(part) for layer in layers for part in layer.modules()}
+    for name, module in split.model.named_modules():
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        changes = any("require_grads" not in getattr(hook, "__qualname__", "") for hook in hooks)  # transformers' own
+        if id(module) not in served and (changes or _has_own_forward(module)):
+            raise ShareError(
+                f"{name or 'the model'} ({type(module).__name__}) has hooks or a forward of its own, which would not "
+                "reach clients in other processes; remove them, or serve clients of this process only"
+            )
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    changes_nothing = hasattr(forward, "_torchdynamo_orig_callable") or hasattr(module, "_hf_hook")  # of accelerate
+    return forward is not None and not changes_nothing
 
 
 def name_of(model: Any, name: str | None) -> str:
@@ -114,20 +137,19 @@ def client_side(split: SplitModel) -> tuple[dict[str, torch.Tensor], dict[str, s
     return tensors | buffers, tied, set(buffers)
 
 
-def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:
-    if source is None:
+def _tokenizer_files(name: str, load: Callable[[], Any] | None) -> dict[str, bytes]:
+    """Return the files of the tokenizer of a model with this name; none if it has no tokenizer, or it is too large."""
+    if load is None:
         return {}
-    from transformers import AutoTokenizer
-
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        try:  # several chat templates would otherwise be in a folder of their own
+            load().save_pretrained(folder, save_jinja_files=False)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            log.info("%s has no tokenizer to share with clients: %s", source, error)
+            log.info("%s has no tokenizer to share with clients: %s", name, error)
             return {}
         files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
     if sum(map(len, files.values())) > TOKENIZER_BYTES:
-        log.warning("the tokenizer of %s is larger than %d MiB and is not shared", source, TOKENIZER_BYTES >> 20)
+        log.warning("the tokenizer of %s is larger than %d MiB and is not shared", name, TOKENIZER_BYTES >> 20)
         return {}
     return files
 
@@ -140,5 +162,8 @@ def _without(value: Any, *names: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON represents it."""
-    return json.loads(json.dumps(value, default=str))
+    """Return a configuration as JSON represents it. Raises ShareError if JSON cannot."""
+    try:
+        return json.loads(json.dumps(value, default=str))
+    except TypeError as error:  # sequence_bias may have tuples as keys, in place of a list
+        raise ShareError(f"the model's configuration cannot be sent to clients in other processes: {error}") from error

@@ -21,7 +21,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import symbiosis
 from symbiosis.client.cores import end_helpers
-from symbiosis.errors import UsageError
+from symbiosis.errors import SplitError, UsageError
+from symbiosis.testing import tiny_model
 from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, ia3, lora, parameters
 
 
@@ -443,3 +444,26 @@ async def test_closed_clients_of_a_connection_are_forgotten(
             gc.collect()
             assert sum(model() is not None for model in models) <= 1
             assert list(served.walks()) == ["client-2", "client-3", "client-4"]
+
+
+async def test_a_model_whose_forward_was_compiled() -> None:
+    """The compiled function calls the executor's own model, so a client walks its copy without it."""
+    model, config = tiny_model(), lora(init_lora_weights=False)
+    torch.manual_seed(0)
+    expected = peft.get_peft_model(copy.deepcopy(model), copy.deepcopy(config)).eval()(input_ids=IDS).logits
+    model.forward = torch.compile(model.forward, backend="eager")
+    async with symbiosis.Executor(model) as executor, executor.client(config, seed=0) as client:
+        assert torch.equal((await client.forward(input_ids=IDS)).logits, expected)
+        assert executor.statistics().requests
+
+
+def test_a_model_whose_forward_was_replaced_by_a_function() -> None:
+    """It would call the layers of the executor's model in each client, without the client's adapter."""
+    model = tiny_model()
+    block = model.model.layers[1]
+    forward = block.forward
+    block.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(
+        SplitError, match=r"forward of model\.layers\.1 \(LlamaDecoderLayer\) was replaced by a function"
+    ):
+        symbiosis.Executor(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -161,6 +162,12 @@ def watched() -> nn.Linear:
     return layer
 
 
+def replaced(layer: Any) -> Any:
+    forward = type(layer).forward
+    layer.forward = types.MethodType(lambda self, x: forward(self, x) * 2, layer)
+    return layer
+
+
 class Routing(nn.Linear):
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), None
@@ -185,6 +192,8 @@ class Odd(nn.Linear):
         (Scaled(2, 2), False),
         (hooked(), False),
         (watched(), True),
+        (replaced(nn.Linear(2, 2)), False),
+        (replaced(conv(2, 2)), False),
         (nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), False),
         (nn.Embedding(2, 2), False),
         (nn.Sequential(nn.Linear(2, 2)), False),

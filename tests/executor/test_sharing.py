@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
@@ -55,6 +56,53 @@ def test_large_tensors_of_any_kind_are_listed() -> None:
     model.waves = nn.Conv1d(64, 64, 64)
     sharing = sharing_of(SplitModel(model))
     assert {one.name for one in sharing.leaving()} == {"vector", "waves.weight"}
+
+
+def change(model: Any, what: str) -> None:
+    block = model.model.layers[1]
+    if what == "a hook on a block":
+        block.register_forward_hook(lambda module, args, out: out * 2)
+    elif what == "a hook before a linear layer":
+        block.mlp.down_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    elif what == "a method on a norm":
+        block.input_layernorm.forward = types.MethodType(lambda self, x: x, block.input_layernorm)
+    elif what == "a method on a linear layer":
+        layer = block.mlp.down_proj
+        layer.forward = types.MethodType(lambda self, x: nn.functional.linear(x, self.weight) * 2, layer)
+
+
+@pytest.mark.parametrize(
+    "what", ["a hook on a block", "a hook before a linear layer", "a method on a norm", "a method on a linear layer"]
+)
+async def test_changes_in_code_reach_clients_of_the_process_and_are_refused_for_others(what: str) -> None:
+    """Clients in other processes would get other results, without a word."""
+    model = tiny_model()
+    unchanged = model(input_ids=IDS).logits
+    change(model, what)
+    expected = model(input_ids=IDS).logits
+    assert not torch.allclose(expected, unchanged)
+    async with symbiosis.Executor(model) as executor, executor.client() as client:
+        assert torch.equal((await client.forward(input_ids=IDS)).logits, expected)
+        with pytest.raises(
+            ShareError, match=r"model\.layers\.1.* has hooks or a forward of its own, which would not reach"
+        ):
+            executor.service.share()
+
+
+def test_changes_that_change_no_result_are_shared() -> None:
+    model: Any = tiny_model()
+    model.enable_input_require_grads()
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert symbiosis.Executor(model).service.share().tensors
+
+
+def test_a_configuration_that_json_cannot_represent() -> None:
+    model: Any = tiny_model()
+    model.generation_config.sequence_bias = {(5,): -10.0}
+    with pytest.raises(
+        ShareError, match="configuration cannot be sent to clients in other processes: keys must be str"
+    ):
+        symbiosis.Executor(model).service.share()
 
 
 async def test_no_weight_leaves_over_an_unknown_transport_by_default() -> None:

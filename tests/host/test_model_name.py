@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,28 @@ async def test_two_providers_of_one_model_keep_their_names_and_tokenizers(checkp
                 assert first.tokenizer()("the cat")["input_ids"]
                 with pytest.raises(UsageError, match="tokenizer"):
                     last.tokenizer()
+
+
+async def test_a_tokenizer_keeps_all_its_chat_templates(checkpoint: Path, tmp_path: Path) -> None:
+    """transformers writes those after the first into a folder, and a client takes no names of files with folders."""
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "rag": "RAG {{ messages[0].content }}"}
+    tokenizer.save_pretrained(folder)
+    async with symbiosis.Executor.from_pretrained(folder) as executor:
+        await executor.listen(f"shm://{tmp_path}/s")
+        async with symbiosis.connect(f"shm://{tmp_path}/s") as base:
+            messages = [{"role": "user", "content": "the cat"}]
+            made = base.tokenizer().apply_chat_template(messages, chat_template="rag", tokenize=False)
+    assert made == "RAG the cat"
+
+
+async def test_a_tokenizer_is_that_of_the_models_subfolder(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "all" / "sub")
+    async with symbiosis.Executor.from_pretrained(folder.parent, subfolder="sub") as executor:
+        await executor.listen(f"shm://{tmp_path}/s")
+        async with symbiosis.connect(f"shm://{tmp_path}/s") as base:
+            assert base.tokenizer()("the cat") == AutoTokenizer.from_pretrained(folder)("the cat")
 
 
 @pytest.mark.parametrize("name", ["x" * 257, "two\nlines", 7])
