@@ -239,20 +239,17 @@ async def test_a_call_of_the_batch_under_way_counts_until_the_batch_has_ended(go
     service.running = session.in_use = True
     peer.received(a_call(1, rows=10))
     held = service.budget.held
-    assert not ends.listening
     peer.received(wire.pack(Type.CANCEL, 1))
     if gone:
         peer.leave("it closed the connection")
         peer.closed()
     assert service.budget.held == held >= before
     assert not ends.sent
-    assert not ends.listening
     service.ended()
     if gone:
         assert service.budget.held == 0
     else:
         assert ends.sent == [(Type.FAILED, [1, "ClientClosedError", "the call was cancelled"])]
-        assert ends.listening
 
 
 async def test_a_status_connection_has_no_session() -> None:
@@ -280,14 +277,16 @@ async def test_a_client_that_is_not_admitted_gets_the_reason(name: str) -> None:
     assert service.rejections == ["BusyError"]
 
 
-async def test_messages_of_a_client_at_its_limits_are_not_read() -> None:
-    peer, ends, service = a_peer()
+async def test_messages_of_a_client_beyond_its_calls_are_not_read() -> None:
+    """Those of a client at its limits are: it may ask whether the executor is alive."""
+    peer, ends, service = a_peer(limits=Limits(calls=2, rows=10))
     session = service.sessions["tenant/job"]
-    peer.received(a_call(1, rows=9))
-    assert ends.listening
+    peer.received(a_call(1, rows=8))
     peer.received(a_call(2, rows=1))
+    assert ends.listening
+    peer.received(a_call(3, rows=1))
     assert not ends.listening
-    await answered(session.replies[0], (torch.zeros(9, 8),))
+    await answered(session.replies[0], (torch.zeros(8, 8),))
     assert ends.listening
 
 
@@ -461,7 +460,7 @@ async def test_a_cancelled_call_counts_until_its_tensors_have_come() -> None:
 async def test_cancelled_calls_whose_tensors_do_not_come_are_few() -> None:
     """Over ``dist://`` the executor reads messages while tensors are under way."""
     peer, ends, _ = a_peer(late=True, limits=Limits(calls=2))
-    for id_ in (1, 2):
+    for id_ in (1, 2, 3):
         assert ends.listening
         peer.received(a_call(id_))
         peer.received(wire.pack(Type.CANCEL, id_))
@@ -469,7 +468,7 @@ async def test_cancelled_calls_whose_tensors_do_not_come_are_few() -> None:
     for admitted in ends.admitted:
         peer.arrived(admitted, matrices(admitted))
     assert ends.listening
-    assert [type_ for type_, _ in ends.sent] == [Type.FAILED] * 2
+    assert [type_ for type_, _ in ends.sent] == [Type.FAILED] * 3
 
 
 async def test_an_executor_that_closes_says_so() -> None:
