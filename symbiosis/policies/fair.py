@@ -13,9 +13,8 @@ behind would lose its claim to more service at each layer.
 
 A request of a joint walk has rows of several tenants. It is held back with each of them, and admitted as soon as it is
 the next request of one of them that is let through: the counter and the queue of the others do not hold it up. Each
-tenant is charged for its own rows. A tenant whose counter is more than
-``quantum`` above V is not let into the next joint walk. So a joint walk may put a tenant ahead by the tokens of its
-clients in that walk, in addition to the bound.
+tenant is charged for its own rows. A tenant whose counter is more than ``quantum`` above V is not let into the next
+joint walk. So a joint walk may put a tenant ahead by the tokens of its clients in that walk, in addition to the bound.
 
 *Bound.* An admitted tenant is at most ``quantum`` above the least counter. So no tenant with a queued request is below
 V − quantum, and none is above V + its own last charge. Hence the counters of two tenants with queued requests differ by
@@ -157,7 +156,7 @@ class Fair(Admission):
 
     def hold(self, request: Request) -> None:
         for client in request.clients:
-            tenant = self._of.get(client) or self._tenant(client)
+            tenant = self._tenant(client)
             if not tenant.queued:
                 tenant.counter = max(tenant.counter, self._reached - self.quantum)
                 self._floor = min(self._floor, tenant.counter)
@@ -186,7 +185,7 @@ class Fair(Admission):
             clients = request.clients
             tokens = self._kinds[request.kind] * token_count(request, layers) / len(clients)
             for client in clients:
-                tenant = self._of.get(client) or self._tenant(client)
+                tenant = self._tenant(client)
                 tenant.held.pop(request.id, None)
                 tenant.counter += tokens / tenant.weight
                 tenant.charged += tokens / tenant.weight
@@ -201,7 +200,7 @@ class Fair(Admission):
 
     def drop(self, request: Request) -> None:
         clients = request.clients
-        tenants = [self._of.get(client) or self._tenant(client) for client in clients]
+        tenants = [self._tenant(client) for client in clients]
         held = [tenant.held.pop(request.id, None) for tenant in tenants]
         if any(held):
             for tenant in tenants:
@@ -211,7 +210,7 @@ class Fair(Admission):
         for request in requests:
             clients = request.clients
             for client in clients:
-                tenant = self._of.get(client) or self._tenant(client)
+                tenant = self._tenant(client)
                 tenant.queued -= 1
                 tenant.inside -= request.rows // len(clients)
                 if tenant.held:
@@ -224,7 +223,10 @@ class Fair(Admission):
         return tenant.counter
 
     def _tenant(self, client: str) -> _TenantQueue:
-        """Return the tenant of a client that was not looked up lately."""
+        """Return the tenant of a client."""
+        known = self._of.get(client)
+        if known is not None:
+            return known
         if len(self._of) >= _MAX_CLIENTS:
             self._of.clear()
         name = tenant_of(client)

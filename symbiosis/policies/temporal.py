@@ -2,7 +2,7 @@
 
 One iteration of fine-tuning follows a number of iterations of inference, and neither runs during an iteration of the
 other. An iteration of inference is a batch whose oldest request of inference begins a walk: it is for an earlier layer
-than the request before of its client, or for the same key. An iteration of fine-tuning, called its *turn*, runs each
+than the previous request of its client, or for the same key. An iteration of fine-tuning, called its *turn*, runs each
 key once, which is one walk forward and back (two turns where backward recomputes layers).
 """
 
@@ -68,9 +68,13 @@ class TemporalSharing(Policy):
     def started(self, batch: Batch) -> None:
         for request, _, stop in batch.slices:
             if stop == request.rows:
-                self.cancelled(request)
+                self._remove(request)
 
     def cancelled(self, request: Request) -> None:
+        self._remove(request)
+
+    def _remove(self, request: Request) -> None:
+        """Note that a request is no longer queued."""
         self._side(request).remove(request)
         self._begins.discard(request.id)
 
