@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -244,12 +245,12 @@ class WindowedStep:
             step.fill_cache(0)
             logits = torch.cat([step._forward(index, {}).logits for index in range(len(step))], 1)
         _set_random_state(self._device, state)
-        if not (logits - whole.logits).norm() <= _CLOSE * whole.logits.norm():
+        if not (logits - whole.logits).float().norm() <= _CLOSE * whole.logits.float().norm():
             raise UsageError(
                 f"a token's results in {type(self._core).__name__} depend on later tokens, so it cannot be run in "
                 "windows; leave `window` out"
             )
-        if not torch.isclose(step._loss_of(0, size, whole.logits), whole.loss, rtol=1e-3):
+        if not math.isclose(step._loss_of(0, size, whole.logits), whole.loss, rel_tol=1e-3):
             raise UsageError(_OTHER_LOSS.format(type(self._core).__name__))
         _tried[self._core] = case
 
