@@ -162,6 +162,12 @@ def watched() -> nn.Linear:
     return layer
 
 
+def cast_before() -> nn.Linear:
+    layer = nn.Linear(2, 2)
+    layer.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    return layer
+
+
 def replaced(layer: Any) -> Any:
     forward = type(layer).forward
     layer.forward = types.MethodType(lambda self, x: forward(self, x) * 2, layer)
@@ -192,6 +198,7 @@ class Odd(nn.Linear):
         (Scaled(2, 2), False),
         (hooked(), False),
         (watched(), True),
+        (cast_before(), False),
         (replaced(nn.Linear(2, 2)), False),
         (replaced(conv(2, 2)), False),
         (nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), False),
