@@ -159,7 +159,8 @@ def finetune(
 
         from symbiosis import open_model
         from symbiosis.cli.data import tokenize
-        from symbiosis.cli.positions import check_decoder, positions_of
+        from symbiosis.cli.decoders import check_decoder
+        from symbiosis.cli.positions import positions_of
         from symbiosis.core.terms import Kind
 
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

@@ -14,8 +14,9 @@ import typer
 
 from symbiosis.cli.chats import chat_prompt, encode
 from symbiosis.cli.data import PromptFormat, check_encodable, read_prompts
+from symbiosis.cli.decoders import check_decoder
 from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, PrivacyOption, RetryOption, options_of
-from symbiosis.cli.positions import check_decoder, positions_of
+from symbiosis.cli.positions import positions_of
 from symbiosis.core.registry import make_transport
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, visible, writable

@@ -11,15 +11,6 @@ _OFFSETS = range(3)
 """Rows of such a table that are no positions. OPT has two."""
 
 
-def check_decoder(model: Any) -> None:
-    """Raise UsageError for a model that does not continue a text token by token."""
-    if model.config.is_encoder_decoder or not model.can_generate():
-        raise UsageError(
-            f"the model is a {type(model).__name__}, which does not continue texts; use it from Python "
-            "(symbiosis.open_model)"
-        )
-
-
 def positions_of(model: Any, adapter: Any = None) -> int | None:
     """Return the largest number of tokens in a sequence; None for a model that computes positions (rotary ones, ALiBi).
 

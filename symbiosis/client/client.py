@@ -298,9 +298,10 @@ class Client:
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
-        with modes_kept(model) if model.training else contextlib.nullcontext():
-            if model.training:
-                model.eval()
+        if not model.training:
+            return model.generate(*args, **kwargs)
+        with modes_kept(model):
+            model.eval()
             return model.generate(*args, **kwargs)
 
     async def _run_operation(self, operation: Forward | Backward) -> Any:

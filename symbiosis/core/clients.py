@@ -48,8 +48,8 @@ class Clients:
         self.look_at = 0.0
 
     def begin_walk(self, state: ClientState, now: float) -> None:
-        """Note that a client without an outstanding request has begun a walk. In another process, it counts as thinking
-        for that only once until it sends a request: it could otherwise delay other clients without limit."""
+        """Note that a client without an outstanding request has begun a walk. A client of another process counts as
+        thinking for the first such walk after a request only: it could otherwise delay other clients without limit."""
         if state.asked or state.local:
             state.asked = False
             self.begin_thinking(state, now)

@@ -153,7 +153,7 @@ def _certificates(path: Path) -> list[str]:
     try:
         for text in found:
             x509.load_pem_x509_certificate(text.encode()).public_key()
-    except (ValueError, UnsupportedAlgorithm):  # the latter is raised for a curve that OpenSSL lacks here
+    except (ValueError, UnsupportedAlgorithm):  # the latter for a curve that cryptography does not know
         found = []
     if not found:
         raise UsageError(f"{path} is no key file; `symbiosis keys new` makes them")

@@ -10,10 +10,9 @@ import pytest
 from peft import PrefixTuningConfig
 from transformers import OPTConfig, OPTForCausalLM
 
-from symbiosis.cli.positions import check_decoder, positions_of
+from symbiosis.cli.positions import positions_of
 from symbiosis.errors import UsageError
 from symbiosis.testing import tiny_model
-from symbiosis.testing.zoo import zoo_model
 from tests.cli.chat_model import save_chat_model
 from tests.helpers import command
 from tests.service import Service
@@ -38,13 +37,6 @@ def test_which_models_have_a_limit() -> None:
     opt = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=64))
     assert positions_of(opt) == 64
     assert positions_of(tiny_model("llama", max_position_embeddings=64)) is None
-
-
-@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BertForSequenceClassification"])
-def test_models_that_do_not_continue_texts(name: str) -> None:
-    check_decoder(tiny_model("gpt2"))
-    with pytest.raises(UsageError, match=f"the model is a {name}, which does not continue texts"):
-        check_decoder(zoo_model(name))
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out")
