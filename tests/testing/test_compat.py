@@ -267,9 +267,10 @@ def test_other_kinds_of_models_of_ones_own(tmp_path: Path, name: str, tried: boo
     small(name).save_pretrained(tmp_path / "mine")
     result = command("compat", str(tmp_path / "mine"), "--method", "LoRA", "--transport", "inproc")
     assert result.exit_code == 0, result.output
-    assert "are served once for all tenants; " in result.output
-    assert ("1 equal" in result.output) is tried
-    assert ("compat has no inputs for it" in result.output) is not tried
+    output = " ".join(result.output.split())  # lines end elsewhere in a folder with a longer name
+    assert "are served once for all tenants; " in output
+    assert ("1 equal" in output) is tried
+    assert ("compat has no inputs for it" in output) is not tried
 
 
 async def test_frames_are_masked_alike() -> None:
