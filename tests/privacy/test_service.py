@@ -305,9 +305,7 @@ async def test_repeated_calls_are_equal(
             async with quiet.client(lora(), seed=0) as client:
                 await run_job(client, JOB)
     noise = noise_of(monkeypatch)
-    address, other = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(4)]
-    options: dict[str, Any] = {"privacy": scheme(name, base, other), "retry": 30.0}
 
     def synchronous_tenant() -> Any:
         with symbiosis.open_model(address, **options) as model:
@@ -318,12 +316,13 @@ async def test_repeated_calls_are_equal(
             return await run_job(client, JOB)
 
     async with symbiosis.Executor(copy.deepcopy(base)) as second:
-        await second.listen(other)
+        other = (await second.listen("tcp://127.0.0.1:0")).address
+        options: dict[str, Any] = {"privacy": scheme(name, base, other), "retry": 30.0}
         with contextlib.ExitStack() as stack:
             taps = [stack.enter_context(Wiretap(executor)) for executor in executors]
             beside = stack.enter_context(Wiretap(second))
             await executors[0].start()
-            await executors[0].listen(address)
+            address = (await executors[0].listen("tcp://127.0.0.1:0")).address
             job = asyncio.create_task(in_thread(synchronous_tenant) if synchronous else tenant())
             await restart(address, executors, job)
             outcome = await asyncio.wait_for(job, 60)
