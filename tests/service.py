@@ -5,8 +5,10 @@ Importing torch and transformers takes four seconds, so most processes are forks
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -43,10 +45,14 @@ def save_model(folder: Path, model: Any = None, **options: Any) -> Path:
 
 
 def free_port() -> int:
-    """Return a TCP port on which no process listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that no process uses, below those that Linux gives to outgoing connections.
+
+    The system does not give it to another process before the caller uses it.
+    """
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port := 20_000 + secrets.randbelow(12_000)))
+            return port
 
 
 class _Fork:
