@@ -508,6 +508,24 @@ async def test_a_cache_that_is_read_during_a_walk_gets_the_walks_token(device: s
         assert_equal(out, expected_of(plain_base, number, 6, 40), tolerance(device))
 
 
+def test_a_cache_that_does_not_fit_takes_the_place_of_a_full_one() -> None:
+    """A walk would write the next token of the full one behind the pool's end."""
+
+    def cache_of(tokens: int, dtype: torch.dtype) -> DynamicCache:
+        cache = DynamicCache()
+        cache.update(*torch.ones(2, 1, 1, tokens, 2, dtype=dtype), layer_idx=0)
+        return cache
+
+    full, other = cache_of(3, torch.float32), cache_of(2, torch.float16)
+    pool = Pool(full, rows=1, capacity=4)
+    assert pool.put(0, full)
+    pool.add_token(0, full)
+    assert not pool.put(0, other)
+    assert pool.texts == [None]
+    assert type(full.layers[0]) is DynamicLayer
+    assert full.get_seq_length() == 4
+
+
 async def test_errors_of_one_client_and_of_a_pool_do_not_reach_the_others(
     device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

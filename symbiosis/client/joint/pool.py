@@ -116,13 +116,14 @@ class Pool:
 
     @torch.no_grad()
     def put(self, row: int, cache: DynamicCache) -> bool:
-        """Have a client's cache in a row. Return whether it fits; if not, the cache is as it was."""
+        """Have a client's cache in a row, in place of what was there. Return whether it fits; if not, the cache is as
+        it was, and the row is free."""
         text = self.texts[row]
         if text is not None and text.is_in(cache):
             return text.length < self.capacity
+        self.take_out(row)
         if not self._fits(cache):
             return False
-        self.take_out(row)
         text = self.texts[row] = Text(cache.get_seq_length())
         for keys, values, layer in zip(self.keys, self.values, cache.layers, strict=True):
             mine = keys[row : row + 1], values[row : row + 1]
