@@ -2,7 +2,8 @@
 
 A client takes part in joint walks only if its model is the shared skeleton with one active adapter whose effect on a
 row is known. Everything else walks alone. :meth:`Reading.is_current` is asked before each token, so that a client may
-train, switch or disable its adapter, or add a hook, between two tokens.
+train, switch or disable its adapter, or add a hook, between two tokens. Numbers among the attributes of modules, and a
+replaced ``forward``, are compared at the first token of each operation.
 """
 
 from __future__ import annotations
