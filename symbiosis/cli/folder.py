@@ -154,7 +154,7 @@ def checkpoint_in(folder: Path) -> Path:
         UsageError: there is none.
     """
     for one in sorted(checkpoints(folder), key=_step, reverse=True):
-        damage = _damage(one)
+        damage = damage_of(one)
         if damage is None:
             return one
         console(stderr=True).print(f"{one} is damaged and is passed over ({damage})", soft_wrap=True)
@@ -191,14 +191,14 @@ def _numbered(folder: Path) -> list[Path]:
 
 def has_checkpoint(folder: Path) -> bool:
     """Return whether a run can go on from a checkpoint in a folder."""
-    return any(_damage(one) is None for one in checkpoints(folder))
+    return any(damage_of(one) is None for one in checkpoints(folder))
 
 
 _NEEDED = "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors"
 """Files of a checkpoint without which a run cannot go on as if it had not been stopped."""
 
 
-def _damage(checkpoint: Path) -> str | None:
+def damage_of(checkpoint: Path) -> str | None:
     """Return why a checkpoint was not written to its end; None if it is whole. Raises PermissionError."""
     from safetensors import SafetensorError, safe_open
 

@@ -34,7 +34,7 @@ from transformers.utils import logging
 from symbiosis import backward_in_windows
 from symbiosis.cli.chats import IGNORED
 from symbiosis.cli.data import LOG_FILE, Data, PromptFormat
-from symbiosis.cli.folder import has_checkpoint, rotate
+from symbiosis.cli.folder import damage_of, has_checkpoint, rotate
 from symbiosis.cli.methods import lost_in_checkpoints
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, finite
@@ -126,19 +126,22 @@ class Training:
         except _DivergedError:
             raise
         except SymbiosisError:
-            self._keep()
+            try:
+                self._keep()
+            except _OUTSIDE as error:
+                text = f"step {self._trainer.state.global_step} could not be saved ({_told(error)}); {self._again()}"
+                out.print(f"{self._output}: {text}", soft_wrap=True, markup=False)
             raise
         except Exception as error:  # a logger may raise anything
             full = shutil.disk_usage(self._output).free < FULL
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            reason = _told(error)
             reason = f"the disk is full; {reason}" if full else reason
             if not self._watch.losses:
                 of_peft = isinstance(error, (*_OUTSIDE, IndexError, TypeError, ValueError))
                 option = self._option if of_peft else f"--log-to, or {self._option}"
                 where = self._output if full else getattr(error, "filename", None) or option
                 raise UsageError(f"{where}: the first step failed ({reason})") from error
-            saved = has_checkpoint(self._output)
-            again = self._goes_on("--resume continues from the last checkpoint") if saved else "nothing was saved"
+            again = self._again()
             ended = f"{self._output}: training ended after step {self._trainer.state.global_step}"
             if not isinstance(error, _OUTSIDE):  # perhaps a bug, which needs its traceback
                 out.print(f"{ended}; {again}", soft_wrap=True)
@@ -180,6 +183,12 @@ class Training:
             return "a run of this PEFT method cannot be resumed"
         return how
 
+    def _again(self) -> str:
+        """Return how a run can go on whose last step was not saved, or why it cannot."""
+        if not has_checkpoint(self._output):
+            return "nothing was saved"
+        return self._goes_on("--resume continues from the last checkpoint")
+
     def _keep(self) -> None:
         """Save a checkpoint and the adapter after an error in a step. The executor has no part in either."""
         out, step = console(stderr=True), self._trainer.state.global_step
@@ -188,18 +197,18 @@ class Training:
             again = "--overwrite begins again" if self._checkpoint is None else "--resume continues"
             out.print(f"ended in an error {text}; the same command with {again}", soft_wrap=True)
             return
-        if self._trainer.control.should_evaluate and has_checkpoint(self._output):
-            # A checkpoint of this step would lack its evaluation.
+        evaluated = self._trainer.control.should_evaluate
+        if evaluated and has_checkpoint(self._output):  # a checkpoint of this step would lack its evaluation
             text = f"ended in an error while step {step} was evaluated; the same command with --resume continues"
             out.print(text, soft_wrap=True)
             return
         checkpoint = self._output / f"checkpoint-{step}"
-        if not (checkpoint / "trainer_state.json").is_file():
-            with _quiet_saves():
-                self._trainer.save_checkpoint(self._watch.random)
+        if damage_of(checkpoint) is not None:
+            with _quiet_saves():  # an evaluation draws one random number, at its beginning
+                self._trainer.save_checkpoint(_random() if evaluated else self._watch.random)
         self._save()
         out.print(
-            f"ended in an error after step {step}; adapter in {self._output}; "
+            f"ended in an error after step {step}{', without its validation' * evaluated}; adapter in {self._output}; "
             + self._goes_on(f"checkpoint in {checkpoint}; the same command with --resume continues"),
             soft_wrap=True,
         )
@@ -241,6 +250,10 @@ class Training:
             "best_step": state.best_global_step,
             "stopped": bool(self._watch.stopped),
         }
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _check_targets(base: Any, config: Any, option: str) -> None:

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from symbiosis.cli import finetune, training
+from symbiosis.cli.folder import damage_of
 from symbiosis.errors import ConnectionLostError
 from symbiosis.terminal.console import write_json
 from tests.cli.chat_model import save_chat_model
@@ -291,6 +292,74 @@ def test_an_evaluation_that_an_executor_did_not_answer_is_made_again(
     assert resumed["losses"] == pytest.approx(undisturbed["losses"], rel=1e-5)
     assert [one["step"] for one in resumed["validation"]] == [2, 4]
     assert resumed["best_step"] == undisturbed["best_step"]
+
+
+def test_a_run_without_its_first_evaluation_goes_on_with_the_same_losses(
+    service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation draws a random number, on which the dropout of the next steps depends."""
+    given = "--steps", 5, "--validation", 0.2, "--every", 2
+
+    def lost(*_: object, **__: object) -> None:
+        raise ConnectionLostError("the executor did not come back")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training._Trainer, "prediction_step", lost)
+        done = command(*options(service, data, tmp_path / "a", *given))
+    assert done.exit_code == 1
+    assert "ended in an error after step 2, without its validation; adapter in" in done.output
+    assert command(*options(service, data, tmp_path / "a", *given, "--resume")).exit_code == 0
+    assert command(*options(service, data, tmp_path / "b", *given)).exit_code == 0
+    assert losses_in(tmp_path / "a") == losses_in(tmp_path / "b")
+    saved = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in "ab"]
+    assert saved[0] == saved[1]
+
+
+def test_a_damaged_checkpoint_of_the_last_step_is_written_again(
+    service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, made = options(service, data, tmp_path / "a", "--steps", 6, "--every", 2), tmp_path / "a"
+    assert command(*given).exit_code == 0
+    (made / "checkpoint-6" / "trainer_state.json").write_bytes(b"")
+    step = training._Trainer.training_step
+
+    def lost(self: Any, *arguments: Any, **others: Any) -> Any:
+        if self.state.global_step == 6:
+            raise ConnectionLostError("the executor did not come back")
+        return step(self, *arguments, **others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training._Trainer, "training_step", lost)
+        done = command(*options(service, data, made, "--steps", 8, "--every", 50, "--resume"))
+    assert "ended in an error after step 6; " in done.output
+    assert damage_of(made / "checkpoint-6") is None
+
+
+@pytest.mark.parametrize("saved", [2, 0])
+def test_an_executor_that_is_lost_while_the_disk_is_full(
+    saved: int, service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = training._Trainer.training_step
+
+    def lost(self: Any, *arguments: Any, **others: Any) -> Any:
+        if self.state.global_step == saved + 1:
+            raise ConnectionLostError("the executor did not come back")
+        return step(self, *arguments, **others)
+
+    def full(*_: object) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    given = options(service, data, tmp_path / "a", "--steps", 6, "--every", 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(training._Trainer, "training_step", lost)
+        patched.setattr(training._Trainer, "save_checkpoint", full)
+        done = command(*given)
+    assert done.exit_code == 1
+    told = " ".join(done.output.split())
+    again = "--resume continues from the last checkpoint" if saved else "nothing was saved"
+    assert f"step {saved + 1} could not be saved (RuntimeError: [enforce fail" in told
+    assert again in told
+    assert "error: the executor did not come back" in told
 
 
 @pytest.mark.thorough

@@ -28,6 +28,19 @@ def test_a_sweep_runs_side_by_side(service: Service, data: Path, tmp_path: Path)
     assert "fast" in done.stdout
 
 
+def test_a_run_of_a_sweep_whose_only_checkpoint_is_damaged_begins_again(
+    service: Service, data: Path, tmp_path: Path
+) -> None:
+    file, output = tmp_path / "sweep.toml", tmp_path / "out"
+    file.write_text("[small]\nlora = 'r=2'\n", encoding="utf-8")
+    given = options(service, data, output, "--steps", 2, "--sweep", file)
+    assert command(*given).exit_code == 0
+    (output / "small" / "checkpoint-2" / "rng_state.pth").unlink()
+    done = command(*given, "--resume")
+    assert done.exit_code == 0, done.output
+    assert (output / "small" / "checkpoint-2" / "rng_state.pth").exists()
+
+
 @pytest.mark.thorough
 def test_a_sweep_goes_on_and_replaces_nothing(service: Service, data: Path, tmp_path: Path) -> None:
     file, output, told = tmp_path / "sweep.toml", tmp_path / "out", tmp_path / "out.json"
