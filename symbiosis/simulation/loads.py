@@ -129,14 +129,17 @@ def arrivals(shape: LoadShape, count: int, seed: int = 0) -> list[Arrival]:
     at, spell_ends, rate = 0.0, 0.0, 1.0
     for number, (turns, gap) in enumerate(zip(conversations, gaps, strict=True)):
         left = gap * scale
-        while left > 0:
+        while True:
             if at >= spell_ends:
                 spell_ends = at + _SPELL_S
                 rate = 1 + shape.day * math.sin(2 * math.pi * at / shape.day_s)
                 rate *= chance.gammavariate(shape.bursts**-2, shape.bursts**2) if shape.bursts else 1.0
-            step = min(left / max(rate, 1e-3), spell_ends - at)
-            left -= step * max(rate, 1e-3)
-            at = spell_ends if step == spell_ends - at else at + step
+                rate = max(rate, 1e-3)
+            if left / rate < spell_ends - at:
+                at += left / rate
+                break
+            left = max(left - rate * (spell_ends - at), 0.0)
+            at = spell_ends
         slo = 2.0 if chance.random() < shape.patient else 1.0
         for turn in range(turns):
             prompt = _length(chance, shape.prompt, shape.prompt_spread, shape.prompt_most)

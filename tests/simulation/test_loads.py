@@ -82,6 +82,15 @@ def test_day_curve() -> None:
     assert first / len(trace) == pytest.approx(0.5 + 0.8 / 3.1416, abs=0.05)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("spec", "seed"), [("chat:bursts=2", 0), ("chat:bursts=1", 4)])
+def test_a_gap_that_ends_with_a_spell(spec: str, seed: int) -> None:
+    """What rounding left of such a gap, 5e-324, was 0 s at this rate, and the loop never ended."""
+    trace = arrivals(make_shape(spec), 200, seed)
+    assert len(trace) == 200
+    assert trace == sorted(trace, key=lambda arrival: arrival.at)
+
+
 def test_conversations_and_patient_tenants() -> None:
     trace = arrivals(replace(POISSON, turns=4.0, pause_s=2.0, patient=0.25), 8000)
     first = [arrival for arrival in trace if arrival.pause is None]
