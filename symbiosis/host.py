@@ -37,6 +37,7 @@ from symbiosis.executor.sharing import Sharing
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.executor.statistics import Statistics
 from symbiosis.executor.timeline import Timeline
+from symbiosis.modes import check_device
 from symbiosis.transports.limits import Limits
 
 if TYPE_CHECKING:
@@ -465,12 +466,7 @@ class Executor:
 
 def _check(device: str | torch.device | None, max_rows: Any, max_bytes: Any, joint: str, model_name: Any) -> None:
     """Raise UsageError for an argument of :class:`Executor` that can be checked before a model is loaded."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that there is CUDA
-        raise UsageError(
-            f"device is {str(device)!r}, which this machine does not have; name one such as 'cpu' ({error})"
-        ) from error
+    check_device(device)
     if type(max_rows) is not int:
         raise UsageError(f"max_rows is {max_rows!r}; give a whole number, 1 or more")
     _check_max_bytes(max_bytes)

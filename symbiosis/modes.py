@@ -2,7 +2,7 @@
 
 Clients share the event loop's thread, so the modes of one client must not reach another client, or the executor. A mode
 is a grad, inference, autocast or forward-AD mode, a function or dispatch mode, or a saved-tensor hook. The default
-device of ``torch.set_default_device`` is none: it is the process's.
+device of ``torch.set_default_device`` is none: it is the process's. A function checks that a device exists.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.utils import _python_dispatch as dispatch
+
+from symbiosis.errors import UsageError
 
 _engine: Any = torch._C._autograd
 
@@ -93,6 +95,16 @@ class Modes:
         torch._C._set_fwd_grad_enabled(self._forward_ad)
         if self._inference is not None:
             self._inference.__exit__(None, None, None)
+
+
+def check_device(device: str | torch.device | None) -> None:
+    """Raise UsageError if this machine does not have the device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that there is CUDA
+        raise UsageError(
+            f"device is {str(device)!r}, which this machine does not have; name one such as 'cpu' ({error})"
+        ) from error
 
 
 def _default_device() -> Any:

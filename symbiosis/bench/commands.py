@@ -14,7 +14,7 @@ import typer
 
 from symbiosis.core.registry import POLICIES, names
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console
+from symbiosis.terminal.console import console, writable
 from symbiosis.terminal.loop import run, wait_passively
 
 app = typer.Typer(no_args_is_help=True, help="Measure against plain transformers + PEFT, interleaved in one run.")
@@ -357,7 +357,9 @@ def _on_model(
 
     from symbiosis.bench.models import PRESETS
     from symbiosis.bench.settings import Settings
+    from symbiosis.modes import check_device
 
+    check_device(device)
     # transformers warns of attributes that PEFT still uses.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
@@ -379,6 +381,7 @@ def _measure(
         json: where to write the report.
         arguments: returns its arguments, given the function that shows progress.
     """
+    writable(json)
     title = f"bench {benchmark}{what}"
     out = console()
     with out.status(title) as status:

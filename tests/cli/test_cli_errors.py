@@ -47,6 +47,16 @@ def test_results_that_cannot_be_written(tmp_path: Path) -> None:
     assert "it is a folder" in _error(*data, *output, "--json", str(tmp_path))
 
 
+@pytest.mark.parametrize("device", ["nosuch", "cpu:x"])
+def test_benchmarks_on_a_missing_device(device: str) -> None:
+    found = _error("bench", "overhead", "--preset", "tiny", "--rounds", "1", "--device", device)
+    assert "which this machine does not have" in found
+
+
+def test_benchmarks_whose_result_cannot_be_written(tmp_path: Path) -> None:
+    assert "it is a folder" in _error("bench", "schedule", "--rounds", "1", "--clients", "4", "--json", str(tmp_path))
+
+
 @pytest.mark.parametrize("limit", ["arena_bytes=99999999999999999999", "calls=0", "calls", "patience=3"])
 def test_invalid_limits(limit: str) -> None:
     assert f"limit {limit!r}" in _error("serve", "model", "--listen", "shm:///nowhere.sock", "--limit", limit)
