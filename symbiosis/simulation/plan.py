@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,10 +17,12 @@ from symbiosis.simulation.simulation import Cluster
 
 _PROMPT = 8
 """Tokens of a simulated prompt, which is not measured."""
-_WARM = 2, 0.25
-"""Tokens of each tenant that generates, and steps of each that fine-tunes, before rates are measured."""
-_MEASURED = 12, 1.25
-"""The same, when the measurement ends."""
+_WARM = 2
+"""Tokens of each tenant that generates before rates are measured. Of each tenant that fine-tunes it is one step."""
+_TOKENS = 10
+"""Measured tokens of each tenant that generates, at least."""
+_STEPS = 1
+"""Measured steps of each tenant that fine-tunes, at least."""
 _EVENTS = 1000
 """Simulated events from one look at all tenants to the next."""
 
@@ -162,29 +165,32 @@ def _simulated(
         client = finetune(costs.walk, tenants.rows, costs.think, done, back=costs.back)
         cluster.add(f"job-{number}", client, route=routes[number % len(routes)])
 
-    def behind(tokens: float, steps: float) -> bool:
-        slow = any(len(done.tokens) < tokens for done in texts)
-        return slow or any(done.tuned < steps * tenants.rows for done in jobs)
-
-    def run(least: tuple[float, float]) -> tuple[float, int, float]:
-        """Run for some events at least, and until each tenant has done so much. Return the time, and the tokens that
-        all tenants have decoded, and trained on, so far."""
-        while True:
-            for _ in range(_EVENTS):
-                cluster.step()
-            progress()
-            if not behind(*least):
+    while True:
+        for _ in range(_EVENTS):
+            cluster.step()
+        progress()
+        if all(len(done.steps) > _STEPS for done in jobs):
+            # A token takes longer beside one half of a step than beside the other, so whole steps are measured.
+            slowest = max((done.steps for done in jobs), default=[0.0, math.inf])
+            tokens = [_within(done.tokens[_WARM:], slowest[0], slowest[-1]) for done in texts]
+            if all(len(times) > _TOKENS for times in tokens):
                 break
-        return cluster.now, sum(len(done.tokens) for done in texts), sum(done.tuned for done in jobs)
-
-    began, decoded, tuned = run(_WARM)
-    ended, all_decoded, all_tuned = run(_MEASURED)
-    gaps = [gap for done in texts for gap in done.per_token[_WARM[0] :]]
+    gaps = sum(len(times) - 1 for times in tokens)
     return Rates(
-        (all_decoded - decoded) / (ended - began),
-        1e3 * sum(gaps) / len(gaps) if gaps else math.nan,
-        (all_tuned - tuned) / (ended - began),
+        sum(map(_rate, tokens)),
+        1e3 * sum(times[-1] - times[0] for times in tokens) / gaps if gaps else math.nan,
+        tenants.rows * sum(_rate(done.steps) for done in jobs),
     )
+
+
+def _within(times: list[float], begin: float, end: float) -> list[float]:
+    """Return the times, which are in order, from ``begin`` to ``end``."""
+    return times[bisect_left(times, begin) : bisect_right(times, end)]
+
+
+def _rate(times: list[float]) -> float:
+    """Return how often something happens in a second, by the times of two or more events."""
+    return (len(times) - 1) / (times[-1] - times[0])
 
 
 def plan(

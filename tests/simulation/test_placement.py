@@ -14,8 +14,8 @@ from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Lockstep, NoLockstep, Opportunistic
-from symbiosis.simulation import Cost, Done, Simulation, generate
-from symbiosis.simulation.clients import forward
+from symbiosis.simulation import Cost, Simulation
+from symbiosis.simulation.clients import Done, finetune, forward, generate
 from symbiosis.simulation.clock import Clock, Cores, Link, Thread
 from symbiosis.simulation.costs import GPUS, MODELS, LlamaShape, shape_of
 from symbiosis.simulation.executor import SimulatedExecutor
@@ -206,6 +206,33 @@ def test_a_small_model_has_rates() -> None:
     for found in (plan(read_fleet(ONE_GPU), SimulatedModel.of(SMALL), each, Opportunistic) for each in work):
         assert found[0].rates is not None
         assert found[0].rates.decode_per_s > 0
+
+
+@pytest.mark.parametrize("work", [(1, 0, 1), (0, 1, 512), (0, 3, 512), (4, 1, 4096)])
+def test_rates_are_those_of_a_long_run(work: tuple[int, int, int]) -> None:
+    """They were counted over parts of tokens and steps: up to a quarter off, and not the rate of a token's time."""
+    decode, tuned, rows = work
+    fleet, base = read_fleet(ONE_GPU), SimulatedModel.of(MODELS["llama-3.1-8b"])
+    placement = Placement([[Site("a", range(32))]])
+    rates = simulated(fleet, placement, base, TenantWork(decode, tuned, 10, rows, 8), Opportunistic)
+
+    clock = Clock()
+    cluster, costs = Cluster(clock), base.costs(fleet.machines["a"].device)
+    route = place(fleet, placement, base)(clock, Opportunistic).routes[0]
+    texts, jobs = [Done() for _ in range(decode)], [Done() for _ in range(tuned)]
+    for number, done in enumerate(texts):
+        cluster.add(f"t{number}", generate(costs.walk, 8, 1000, costs.think, done, last=costs.last), route=route)
+    for number, done in enumerate(jobs):
+        cluster.add(f"j{number}", finetune(costs.walk, rows, costs.think, done, back=costs.back), route=route)
+    while any(len(done.steps) < 6 for done in jobs) or any(len(done.tokens) < 30 for done in texts):
+        cluster.step()
+    begin = max([done.tokens[1] for done in texts] + [done.steps[0] for done in jobs])
+    seconds = min([done.tokens[-1] for done in texts] + [done.steps[-1] for done in jobs]) - begin
+    tokens = [time for done in texts for time in done.tokens if begin < time <= begin + seconds]
+    assert rates.decode_per_s == pytest.approx(len(tokens) / seconds, rel=0.1)
+    assert rates.finetune_per_s == pytest.approx(sum(rows * 5 / (j.steps[5] - j.steps[0]) for j in jobs), rel=0.02)
+    if decode:
+        assert rates.token_ms == pytest.approx(1e3 * decode / rates.decode_per_s, rel=0.01)
 
 
 def test_a_token_over_a_link() -> None:
