@@ -9,6 +9,7 @@ A provider can check in this way whether a model or a PEFT method agrees before 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,8 @@ class Comparison:
 
     differences: Mapping[str, float]
     """Largest relative difference of each tensor, max|a - b| / max|b|. Infinite if one tensor is missing, has another
-    shape, or is not finite where the other one is. NaN in the same place is no difference."""
+    shape or dtype, or is not finite where the other one is. Places where both are NaN, or the same infinity or extreme
+    of the dtype, with which models mask logits, are left out."""
     unequal: tuple[str, ...]
     """Names of the tensors that are not bit-equal."""
 
@@ -134,8 +136,8 @@ class Comparison:
         return not self.unequal
 
     def worst(self, prefix: str = "") -> float:
-        """Return the largest difference of the tensors whose names start with ``prefix``."""
-        return max(difference for name, difference in self.differences.items() if name.startswith(prefix))
+        """Return the largest difference of the tensors whose names start with ``prefix``; 0 if there are none."""
+        return max((value for name, value in self.differences.items() if name.startswith(prefix)), default=0.0)
 
     def __str__(self) -> str:
         if self.bit_equal:
@@ -155,12 +157,15 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def difference_of(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     """Return the largest relative difference of a tensor from the expected one; see :class:`Comparison`."""
-    if a is None or b is None or a.shape != b.shape:
+    if a is None or b is None or a.shape != b.shape or a.dtype is not b.dtype:
         return float("inf")
     if _equal(a, b):
         return 0.0
-    nan = a.isnan() & b.isnan()
-    a, b = a.double().masked_fill(nan, 0), b.double().masked_fill(nan, 0)
+    # Logits in fp32 may have the extremes of bf16, in which the model computes.
+    most = min(torch.finfo(dtype).max for dtype in (a.dtype, torch.bfloat16)) if a.is_floating_point() else math.inf
+    a, b = a.double(), b.double()
+    masked = (a.isnan() & b.isnan()) | ((a == b) & (b.abs() >= most))
+    a, b = a.masked_fill(masked, 0), b.masked_fill(masked, 0)
     difference = ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
     return min(float("inf"), difference)  # NaN too
 

@@ -32,6 +32,27 @@ def test_nan_in_the_same_places_is_equal(found: list[float], expected: list[floa
     assert comparison.bit_equal == (difference == 0)
 
 
+@pytest.mark.parametrize("mask", [-math.inf, math.inf, torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min])
+def test_masked_logits_are_left_out(mask: float) -> None:
+    def difference(found: list[float], expected: list[float]) -> float:
+        return Comparison.of(Outcome(logits=torch.tensor(found)), Outcome(logits=torch.tensor(expected))).worst()
+
+    assert difference([mask, 5.0], [mask, -5.0]) == 2.0
+    assert difference([mask, 1.0], [mask, 1.0000001]) == pytest.approx(1.2e-7, rel=0.1)
+    assert difference([mask, 1.0], [1.0, mask]) >= 1
+    assert difference([mask, 1.0], [1.0, 1.0]) > 1e30
+
+
+def test_another_dtype_is_a_difference() -> None:
+    comparison = Comparison.of(Outcome(logits=torch.ones(2, dtype=torch.bfloat16)), Outcome(logits=torch.ones(2)))
+    assert comparison.worst() == math.inf
+
+
+def test_the_worst_of_no_tensors() -> None:
+    comparison = Comparison.of(Outcome(logits=torch.ones(2)), Outcome(logits=torch.ones(2)))
+    assert comparison.worst("gradient") == 0.0
+
+
 async def test_a_method_whose_loss_is_nan_in_plain_peft() -> None:
     config = CPTConfig(task_type=CAUSAL, cpt_token_ids=[3, 4, 5], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3])
     comparison = await compare(tiny_model(), config, Job(steps=2, new_tokens=0))
