@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.client import Client
 from symbiosis.client.connect import connect
-from symbiosis.errors import PeerError, UsageError
+from symbiosis.errors import CannotWaitError, PeerError, RequestError, UsageError
 from symbiosis.executor.choosing import HEADS
 from symbiosis.executor.experts import is_bank
 from symbiosis.executor.loading import class_of, load_model
@@ -299,13 +299,17 @@ async def try_cell(name: str, model: Any, reads: str, method: str, transport: st
         expected = run_job_plain(model, config, job)
     except Exception as error:  # noqa: BLE001 (whatever transformers and PEFT raise)
         return verdict(NOT_PLAIN, f"{type(error).__name__}: {_first_line(error)}")
+    opened = False
     try:
         async with asyncio.timeout(WITHIN_S), _clients(model, transport) as make, make(copy.deepcopy(config)) as client:
+            opened = True
             comparison = Comparison.of(await run_job(client, job), expected)
             problem = None if config is None else await _save_and_load(client, make, model, job, limits.computed)
-    except (UsageError, PeerError) as error:
-        return verdict(REFUSED, _first_line(error))
     except Exception as error:  # noqa: BLE001 (the verdict says what it was)
+        # An executor that refuses the rows of a client that it has accepted does not refuse the method.
+        failed = opened and isinstance(error, RequestError | CannotWaitError | PeerError)
+        if isinstance(error, UsageError | PeerError) and not failed:
+            return verdict(REFUSED, _first_line(error))
         return verdict(WRONG, f"{type(error).__name__}: {_first_line(error)}")
     compared = {n: v for n, v in comparison.differences.items() if limits.tokens or n not in ("greedy", "sampled")}
     worst = max(compared.values())

@@ -14,7 +14,13 @@ import torch
 import transformers
 
 import symbiosis
-from symbiosis.errors import UnknownNameError
+from symbiosis.errors import (
+    CannotWaitError,
+    ClientClosedError,
+    PlaceholderError,
+    RequestError,
+    UnknownNameError,
+)
 from symbiosis.testing import Job, run_job, run_job_plain, tiny_model
 from symbiosis.testing.compare import Outcome
 from symbiosis.testing.compat import (
@@ -216,6 +222,23 @@ async def test_an_unexpected_error_is_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Runner, "time", lambda *_: 1e-3)
     cell = await try_cell("LlamaForCausalLM", *load("LlamaForCausalLM"), "none", "inproc")
     assert cell.verdict == WRONG
+
+
+@pytest.mark.parametrize("step", ["run_job", "_save_and_load"])
+@pytest.mark.parametrize(
+    ("error", "verdict"),
+    [(RequestError, WRONG), (ClientClosedError, WRONG), (CannotWaitError, WRONG), (PlaceholderError, REFUSED)],
+)
+async def test_an_executor_that_fails_a_client_it_has_accepted_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, step: str, error: type[Exception], verdict: str
+) -> None:
+    async def fail(*_: object) -> None:
+        raise error("why")
+
+    monkeypatch.setattr(f"symbiosis.testing.compat.{step}", fail)
+    cell = await try_cell("LlamaForCausalLM", *load("LlamaForCausalLM"), "LoRA", "inproc")
+    assert cell.verdict == verdict
+    assert "why" in cell.detail
 
 
 def test_unknown_models() -> None:
