@@ -117,7 +117,16 @@ def _number(where: str, row: dict[str, str | None], column: str, columns: Sequen
 
 
 def scaled(trace: Sequence[Arrival], *, speed: float = 1.0, lengths: float = 1.0) -> list[Arrival]:
-    """Return the trace with arrivals ``speed`` times as fast and ``lengths`` times as many tokens, at least 1."""
+    """Return the trace with arrivals ``speed`` times as fast and ``lengths`` times as many tokens, at least 1.
+
+    Raises:
+        UsageError: a prompt or an answer has more than :data:`MAX_TOKENS` tokens then.
+    """
+    longest = max((max(arrival.prompt, arrival.tokens) for arrival in trace), default=0)
+    if longest * lengths > MAX_TOKENS:
+        raise UsageError(
+            f"lengths is {lengths:g}, and the longest text has {longest} tokens; together at most {MAX_TOKENS}"
+        )
     return [
         arrival._replace(
             at=arrival.at / speed,

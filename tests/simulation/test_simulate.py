@@ -99,6 +99,10 @@ def test_no_trace(tmp_path: Path) -> None:
 
 def test_scaled() -> None:
     assert scaled([Arrival(10.0, 100, 3)], speed=2, lengths=0.1) == [Arrival(5.0, 10, 1)]
+    assert scaled([Arrival(0.0, 100, 3)], lengths=1e4) == [Arrival(0.0, 1_000_000, 30_000)]
+    for longest in (Arrival(0.0, 100, 3), Arrival(0.0, 3, 100)):
+        with pytest.raises(UsageError, match="lengths is 20000, and the longest text has 100 tokens"):
+            scaled([longest], lengths=2e4)
 
 
 # ------------------------------------------------------------------------------------------------------------- replays
