@@ -183,7 +183,8 @@ def simulate(
         costs_text = costs.text
     _show(costs_text, played, executors, results, real)
     if json is not None:
-        write_json(json, _as_data(costs_text, played, results, real))
+        served = {"placement": str(placement)} if placement is not None else {"executors": executors}
+        write_json(json, served | _as_data(costs_text, played, results, real))
     if plot is not None:
         _plot(plot, results, slo)
 

@@ -27,12 +27,24 @@ def _run(*arguments: str) -> str:
 
 def test_command(tmp_path: Path) -> None:
     trace = trace_file(tmp_path, *(f"{number / 10},20,5" for number in range(9)))
-    options = ["--finetune", "1", "--rows", "64", "--policy", "opportunistic", "--policy", "fair+co-serving"]
+    options = [
+        "--executors",
+        "2",
+        "--finetune",
+        "1",
+        "--rows",
+        "64",
+        "--policy",
+        "opportunistic",
+        "--policy",
+        "fair+co-serving",
+    ]
     out = _run(str(trace), *options, "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "plots" / "o.png"))
     assert "9 requests, 1 fine-tuning clients" in out
     data = json.loads((tmp_path / "o.json").read_text())
     assert data["policies"]["opportunistic"]["predicted"]["finished"] == 9
     assert "fair+co-serving" in data["policies"]
+    assert data["executors"] == 2
     assert (tmp_path / "plots" / "o.png").stat().st_size > 10_000
 
 
@@ -72,6 +84,7 @@ def test_figures_are_rounded_to_three_digits() -> None:
         (["--machine", "here", "--check", "--executors", "2"], "one executor"),
         (["--model", "gpt"], "gpt is neither a folder"),
         (["--lengths", "inf"], "--lengths is inf"),
+        (["--lengths", "1e9"], "lengths is 1e+09, and the longest text has"),
         (["--load", "coed"], "unknown load 'coed'"),
         (["--load", "code:speed=2"], "load 'code' has no option"),
         (["--load", "chat", "--load", "code"], "--load may be repeated with --grid only"),

@@ -453,6 +453,7 @@ def test_simulate_on_a_placement(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     data = json.loads(out.read_text())
     assert data["costs"] == "llama-3.1-8b, 2 parts of placement.toml"
+    assert data["placement"] == str(file)
     assert data["policies"]["opportunistic"]["predicted"]["sent"] > 0
     refused = command("simulate", "--placement", str(file), "--machine", "h100")
     assert refused.exit_code == 1
