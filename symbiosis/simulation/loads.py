@@ -113,7 +113,7 @@ def drawn(chance: random.Random) -> LoadShape:
 def arrivals(shape: LoadShape, count: int, seed: int = 0) -> list[Arrival]:
     """Return ``count`` requests in order of arrival. A later turn counts as arriving with its conversation.
 
-    The gaps are scaled so that conversations arrive at the mean rate, whatever the seed.
+    The times are scaled so that conversations arrive at the mean rate, whatever the seed.
     """
     chance = random.Random(seed)
     conversations: list[int] = []
@@ -146,7 +146,8 @@ def arrivals(shape: LoadShape, count: int, seed: int = 0) -> list[Arrival]:
             answer = _length(chance, shape.answer, shape.answer_spread, shape.answer_most)
             pause = chance.expovariate(1 / shape.pause_s) if shape.pause_s else 0.0
             found.append(Arrival(at, prompt, answer, number, pause if turn else None, slo))
-    return found
+    scale = count / shape.rate / (at or 1.0)  # the rates of the spells have a mean of their own
+    return [arrival._replace(at=scale * arrival.at) for arrival in found]
 
 
 def _length(chance: random.Random, median: float, spread: float, most: float) -> int:

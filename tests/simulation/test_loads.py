@@ -82,6 +82,13 @@ def test_day_curve() -> None:
     assert first / len(trace) == pytest.approx(0.5 + 0.8 / 3.1416, abs=0.05)
 
 
+@pytest.mark.parametrize("spec", ["chat", "chat:bursts=1", "steady", "chat:day=0.9,day_s=100"])
+def test_the_mean_rate_does_not_depend_on_the_seed(spec: str) -> None:
+    shape = make_shape(spec)
+    for seed in range(5):
+        assert 200 / arrivals(shape, 200, seed)[-1].at == pytest.approx(shape.rate)
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(("spec", "seed"), [("chat:bursts=2", 0), ("chat:bursts=1", 4)])
 def test_a_gap_that_ends_with_a_spell(spec: str, seed: int) -> None:
