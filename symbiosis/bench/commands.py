@@ -14,7 +14,7 @@ import typer
 
 from symbiosis.core.registry import POLICIES, names
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console, writable
+from symbiosis.terminal.console import console, is_given, writable
 from symbiosis.terminal.loop import run, wait_passively
 
 app = typer.Typer(no_args_is_help=True, help="Measure against plain transformers + PEFT, interleaved in one run.")
@@ -63,6 +63,7 @@ TraceOption = Annotated[
 
 @app.command()
 def overhead(
+    context: typer.Context,
     preset: PresetOption = PresetName.B1,
     rounds: RoundsOption = 6,
     policy: PolicyOption = "opportunistic",
@@ -74,11 +75,12 @@ def overhead(
     """Measure one client against plain HF+PEFT: decode step and training step, with the paper's four LoRAs."""
     if transport != "inproc":
         wait_passively()
-    _on_model("overhead", json, preset, rounds, policy, base_layers, device, transport=transport)
+    _on_model(context, json, preset, rounds, policy, base_layers, device, transport=transport)
 
 
 @app.command()
 def serve(
+    context: typer.Context,
     preset: PresetOption = PresetName.B1,
     rounds: RoundsOption = 5,
     policy: PolicyOption = "opportunistic",
@@ -120,11 +122,12 @@ def serve(
         "varied": varied,
         "vllm": python,
     }
-    _on_model("serve", json, preset, rounds, policy, base_layers, device, **options)
+    _on_model(context, json, preset, rounds, policy, base_layers, device, **options)
 
 
 @app.command()
 def wire(
+    context: typer.Context,
     rounds: RoundsOption = 20,
     transport: Annotated[
         list[WireName] | None, typer.Option(help="Transport; repeat for several. By default all between processes.")
@@ -134,11 +137,12 @@ def wire(
     """Measure round trips of one row and of 1 MiB over each transport, against the raw echo of the same mechanism."""
     wait_passively()
     transports = tuple(name.value for name in transport or WireName)
-    _measure("wire", "", json, lambda progress: {"transports": transports, "rounds": rounds, "progress": progress})
+    _measure(context, "", json, lambda progress: {"transports": transports, "rounds": rounds, "progress": progress})
 
 
 @app.command()
 def schedule(
+    context: typer.Context,
     rounds: RoundsOption = 5,
     policy: Annotated[list[str] | None, typer.Option(help="Policy; repeat for several. All by default.")] = None,
     clients: Annotated[list[int] | None, typer.Option(min=1, help="Number of clients; repeat for several.")] = None,
@@ -146,11 +150,12 @@ def schedule(
 ) -> None:
     """Measure the CPU time of scheduling one request, for each policy, with 8, 100 and 1000 clients."""
     options = {"policies": tuple(policy or names(POLICIES)), "counts": tuple(clients or (8, 100, 1000))}
-    _measure("schedule", "", json, lambda progress: {**options, "rounds": rounds, "progress": progress})
+    _measure(context, "", json, lambda progress: {**options, "rounds": rounds, "progress": progress})
 
 
 @app.command()
 def finetune(
+    context: typer.Context,
     preset: PresetOption = PresetName.B1,
     rounds: RoundsOption = 3,
     policy: PolicyOption = "opportunistic",
@@ -161,11 +166,12 @@ def finetune(
 ) -> None:
     """Measure 1 to 8 adapters trained at once: tokens/s and peak memory against as many plain jobs."""
     counts = tuple(clients or (1, 2, 4, 8))
-    _on_model("finetune", json, preset, rounds, policy, base_layers, device, counts=counts)
+    _on_model(context, json, preset, rounds, policy, base_layers, device, counts=counts)
 
 
 @app.command()
 def memory(
+    context: typer.Context,
     preset: PresetOption = PresetName.B1,
     lengths: Annotated[
         list[int] | None, typer.Option(min=2, help="Tokens in a sequence; repeat for several. 256 to 2048 by default.")
@@ -176,11 +182,12 @@ def memory(
 ) -> None:
     """Measure activations over sequence length: HF+PEFT, gradient checkpointing, pruned, in windows."""
     chosen = tuple(lengths or (256, 512, 1024, 2048))
-    _on_model("memory", json, preset, 1, "", "linear", device, lengths=chosen, window=window)
+    _on_model(context, json, preset, 1, "", "linear", device, lengths=chosen, window=window)
 
 
 @app.command()
 def policies(
+    context: typer.Context,
     trace: TraceOption = None,
     preset: PresetOption = PresetName.B1,
     rounds: RoundsOption = 2,
@@ -192,11 +199,12 @@ def policies(
 ) -> None:
     """Measure 8 and 32 clients with mixed adapters and lengths: no-lockstep, lockstep and opportunistic batching."""
     options = {"counts": tuple(clients or (8, 32)), "trace": _trace(trace)}
-    _on_model("policies", json, preset, rounds, policy, base_layers, device, **options)
+    _on_model(context, json, preset, rounds, policy, base_layers, device, **options)
 
 
 @app.command()
 def mix(
+    context: typer.Context,
     preset: PresetOption = PresetName.B1,
     rounds: RoundsOption = 3,
     policy: MaybePolicyOption = "",
@@ -205,11 +213,12 @@ def mix(
     json: JsonOption = None,
 ) -> None:
     """Measure a small request beside a large one, and decoding beside fine-tuning."""
-    _on_model("mix", json, preset, rounds, policy, base_layers, device)
+    _on_model(context, json, preset, rounds, policy, base_layers, device)
 
 
 @app.command()
 def coserve(
+    context: typer.Context,
     trace: TraceOption = None,
     preset: PresetOption = PresetName.M100,
     rounds: RoundsOption = 2,
@@ -229,11 +238,12 @@ def coserve(
 ) -> None:
     """Measure bursty inference beside fine-tuning, over load: co-serving and temporal sharing."""
     options = {"loads": tuple(sorted(set(load or (0.2, 0.4, 0.6)))), "trace": _trace(trace)}
-    _on_model("coserve", json, preset, rounds, policy, base_layers, device, **options)
+    _on_model(context, json, preset, rounds, policy, base_layers, device, **options)
 
 
 @app.command()
 def placement(
+    context: typer.Context,
     preset: PresetOption = PresetName.M100,
     rounds: RoundsOption = 5,
     policy: PolicyOption = "opportunistic",
@@ -247,11 +257,12 @@ def placement(
     """Measure tenants of one executor, of two with a half of the layers each, of two replicas and of two shards, and
     plain jobs on transformers' own tensor parallelism."""
     wait_passively()
-    _on_model("placement", json, preset, rounds, policy, base_layers, "cpu", transport=transport.value, tenants=tenants)
+    _on_model(context, json, preset, rounds, policy, base_layers, "cpu", transport=transport.value, tenants=tenants)
 
 
 @app.command()
 def loop(
+    context: typer.Context,
     preset: PresetOption = PresetName.M100,
     rounds: RoundsOption = 3,
     policy: PolicyOption = "opportunistic",
@@ -260,11 +271,12 @@ def loop(
     json: JsonOption = None,
 ) -> None:
     """Measure how long the executor's event loop stops beside prompts and training batches of 2,048 tokens."""
-    _on_model("loop", json, preset, rounds, policy, base_layers, "cpu", transport=transport.value)
+    _on_model(context, json, preset, rounds, policy, base_layers, "cpu", transport=transport.value)
 
 
 @app.command()
 def fairness(
+    context: typer.Context,
     preset: PresetOption = PresetName.M100,
     rounds: RoundsOption = 3,
     policy: PolicyOption = "opportunistic",
@@ -273,11 +285,12 @@ def fairness(
     json: JsonOption = None,
 ) -> None:
     """Measure a tenant that floods the executor beside three that do not, with fair sharing and without."""
-    _on_model("fairness", json, preset, rounds, policy, base_layers, device)
+    _on_model(context, json, preset, rounds, policy, base_layers, device)
 
 
 @app.command()
 def privacy(
+    context: typer.Context,
     preset: PresetOption = PresetName.M100,
     rounds: RoundsOption = 5,
     policy: PolicyOption = "opportunistic",
@@ -286,7 +299,7 @@ def privacy(
 ) -> None:
     """Measure decode and training steps over tcp://, unmasked and under each privacy scheme, and the logits' error."""
     wait_passively()
-    _on_model("privacy", json, preset, rounds, policy, base_layers, "cpu")
+    _on_model(context, json, preset, rounds, policy, base_layers, "cpu")
 
 
 PLAYED = {
@@ -341,7 +354,7 @@ def _trace(file: Path | None) -> Any:
 
 
 def _on_model(
-    benchmark: str,
+    context: typer.Context,
     json: Path | None,
     preset: PresetName,
     rounds: int,
@@ -367,33 +380,44 @@ def _on_model(
         settings = Settings(PRESETS[preset.value], torch.device(device), policy, base_layers, rounds, progress)
         return {"settings": settings, **options}
 
-    _measure(benchmark, f" {preset.value}", json, arguments)
+    _measure(context, f" {preset.value}", json, arguments)
 
 
 def _measure(
-    benchmark: str, what: str, json: Path | None, arguments: Callable[[Callable[[str], None]], dict[str, Any]]
+    context: typer.Context, what: str, json: Path | None, arguments: Callable[[Callable[[str], None]], dict[str, Any]]
 ) -> None:
     """Run ``symbiosis.bench.BENCHMARK.BENCHMARK``, and show and write its report.
 
     Args:
-        benchmark: its name.
+        context: the command, which has the benchmark's name, and its options.
         what: what it measures, for the progress line.
         json: where to write the report.
         arguments: returns its arguments, given the function that shows progress.
     """
     writable(json)
+    benchmark = context.info_name
     title = f"bench {benchmark}{what}"
     out = console()
     with out.status(title) as status:
         measure: Callable[..., Awaitable[Any]] = getattr(
-            importlib.import_module(f"symbiosis.bench.{benchmark}"), benchmark
+            importlib.import_module(f"symbiosis.bench.{benchmark}"), str(benchmark)
         )
 
         async def main() -> Any:
             return await measure(**arguments(lambda text: status.update(f"{title}: {text}")))
 
         report = run(main())
+    report.options = _given(context)
     report.print(out)
     if json is not None:
         report.save(json)
         out.print(f"wrote {json}")
+
+
+def _given(context: typer.Context) -> dict[str, Any]:
+    """Return the options on the command line, apart from that of the result's file."""
+    given = {name: value for name, value in context.params.items() if name != "json" and is_given(context, name)}
+    return {
+        name: [str(each) for each in value] if isinstance(value, list) else value if value is True else str(value)
+        for name, value in given.items()
+    }

@@ -23,7 +23,7 @@ def write_page(file: Path) -> None:
         report = Report(**json.loads(path.read_text()))
         machine = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in report.machine.items())
         parts.append(report.markdown() + f"\nMeasured on: {machine}.\n")
-        plot = _plot(report, folder)
+        plot = _plot(report, path.with_suffix(".png"))
         if plot is not None:
             parts.append(f"\n![{report.name} {report.preset}](benchmarks/{plot.name})\n")
         parts.append("\n")
@@ -38,8 +38,8 @@ _PLOTS = {
 """By column of the x axis: its label, the suffix of the columns of the y axis, and their label."""
 
 
-def _plot(report: Report, folder: Path) -> Path | None:
-    """Draw rates over the number of tenants, or memory over length, for benchmarks that have these."""
+def _plot(report: Report, path: Path) -> Path | None:
+    """Draw rates over the number of tenants, or memory over length, for benchmarks that have these. Return the file."""
     by = next((column for column in _PLOTS if column in report.rows[0]), None)
     if by is None or len(report.rows) < 2:
         return None
@@ -58,6 +58,5 @@ def _plot(report: Report, folder: Path) -> Path | None:
     axes.set_title(f"{report.name}, {report.preset} ({report.machine.get('gpu') or report.machine['cpu']})")
     axes.grid(alpha=0.3)
     axes.legend()
-    path = folder / f"{'-'.join(filter(None, (report.preset, report.name, report.transport)))}.png"
     figure.savefig(path, dpi=110)
     return path

@@ -30,14 +30,18 @@ class Report:
     machine: dict[str, Any] = field(default_factory=describe_machine)
     transport: str = ""
     """Transport, if the executor is a process of its own."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options that were given, by name: values, or lists of values. The preset and the transport need not be here."""
 
     @property
     def command(self) -> str:
         """The command that makes this report."""
-        options = {"--preset": self.preset, "--transport": self.transport}
-        return " ".join(
-            [f"symbiosis bench {self.name}", *(f"{key} {value}" for key, value in options.items() if value)]
-        )
+        words = [f"symbiosis bench {self.name}"]
+        for name, value in ({"preset": self.preset, "transport": self.transport} | self.options).items():
+            option = f"--{name.replace('_', '-')}"
+            for each in value if isinstance(value, list) else [value]:
+                words += [option] if each is True else [f"{option} {each}"] if each not in ("", None, False) else []
+        return " ".join(words)
 
     def print(self, console: Console) -> None:
         table = Table(title=self.command)

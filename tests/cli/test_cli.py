@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import symbiosis
 from symbiosis.__main__ import main
+from symbiosis.bench.page import write_page
 from symbiosis.bench.report import Report
 from symbiosis.cli.commands import app
 from symbiosis.core import registry
@@ -144,6 +145,26 @@ def test_bench_loop(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "loop.json").read_text())
     assert len(found["rows"]) == 4
     assert found["headline"]["largest_gap_ms"] == max(row["largest of all"] for row in found["rows"]) > 0
+
+
+def test_a_report_has_its_whole_command(tmp_path: Path) -> None:
+    command = "bench schedule --rounds 1 --policy lockstep --clients 4 --clients 8"
+    done = CliRunner().invoke(app, [*command.split(), "--json", str(tmp_path / "a.json")])
+    assert done.exit_code == 0, done.output
+    report = Report(**json.loads((tmp_path / "a.json").read_text()))
+    assert report.command == f"symbiosis {command}"
+    assert report.command in " ".join(done.output.split())
+    report = Report("serve", "tiny", {}, transport="shm", options={"preset": "tiny", "varied": True, "joint": ["off"]})
+    assert report.command == "symbiosis bench serve --preset tiny --transport shm --varied --joint off"
+
+
+def test_plots_of_two_runs_of_one_benchmark(tmp_path: Path) -> None:
+    rows = [{"clients": count, "a tok/s": 1.0} for count in (1, 2)]
+    for name in ("one", "two"):
+        Report("serve", "tiny", {}, rows=rows).save(tmp_path / "benchmarks" / f"{name}.json")
+    write_page(tmp_path / "page.md")
+    assert sorted(file.name for file in (tmp_path / "benchmarks").glob("*.png")) == ["one.png", "two.png"]
+    assert "(benchmarks/two.png)" in (tmp_path / "page.md").read_text()
 
 
 @pytest.mark.thorough
