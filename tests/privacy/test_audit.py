@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from symbiosis.privacy.audit.public import Prior
 from symbiosis.privacy.audit.report import as_data, best, cost_table, markdown, plot, summary, verdict, write_into
 from symbiosis.privacy.audit.result import Audit, Observation
 from symbiosis.privacy.audit.run import audit, record
-from symbiosis.privacy.audit.scores import Score, rank_score
+from symbiosis.privacy.audit.scores import Score, rank_score, rows_score
 from symbiosis.privacy.audit.workload import Workload, build
 from symbiosis.privacy.keystream import Keystream
 from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
@@ -80,6 +81,29 @@ def test_many_right_choices_are_a_finding() -> None:
     sets = [Score(0.01 * (number % 3), 0.01 * (number % 2), choices=100) for number in range(12)]
     assert not Limit(sets, 0.01).exceeded_by(Score(0.01, 0.02, choices=100))
     assert Limit(sets, 0.01).exceeded_by(Score(0.01, 0.3, choices=100))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_few_bare_rows_among_noise_are_a_finding(backward: bool) -> None:
+    """The mean of the rows is noise, and rows less this mean are unlike the truth."""
+    place, true = Place((0,), backward), 3 + _rows(400, 64)
+    truth: Any = SimpleNamespace(rows={place: true})
+
+    def score(seed: int, bare: int) -> Score:
+        sent = true + 256 * _noise(400, 64, seed=seed)
+        sent[:bare] = true[:bare]
+        return rows_score({place: sent}, truth, backward=backward)
+
+    limit = Limit([score(seed, 0) for seed in range(12)], 1e-5)
+    assert not limit.exceeded_by(score(12, 0))
+    assert score(12, 12).recovered == pytest.approx(0.03)
+    assert limit.exceeded_by(score(12, 12))
+
+
+def test_many_recovered_rows_are_a_finding() -> None:
+    sets = [Score(0.01 * (number % 3), 0.01 * (number % 2), rows=100) for number in range(12)]
+    assert not Limit(sets, 0.01).exceeded_by(Score(0.01, 0.02, rows=100))
+    assert Limit(sets, 0.01).exceeded_by(Score(0.01, 0.3, rows=100))
 
 
 # The attacks.
@@ -191,6 +215,7 @@ def test_rank() -> None:
         1.0,
         pytest.approx(math.nan, nan_ok=True),
         1,
+        0,
     )
     assert rank_score(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([1])).cosine == -1.0
     assert rank_score(torch.zeros(1, 5), torch.tensor([2])).cosine == 0.0  # ties carry no information
@@ -453,6 +478,16 @@ def test_the_command(tmp_path: Path) -> None:
     assert data["costs"]["noise-pool:size=9"]["decode"] > 0
     assert (tmp_path / "b" / "audit.png").exists()
     assert "| noise-pool:size=9 |" in page.read_text()
+
+
+@pytest.mark.timeout(110)
+async def test_schemes_of_one_name_are_all_audited() -> None:
+    plan = replace(SMALL, hidden=32, intermediate=64, prompts=3, repeats=2, steps=1)
+    result = await audit([NoisePool(size=4), NoisePool(size=8), "noise-pool"], plan, baselines=2, rounds=0)
+    names = ["noise-pool", "noise-pool #2", "noise-pool #3"]
+    assert list(result.costs) == [each.scheme for each in result.observations] == names
+    assert ["size 4" in result.schemes[name] for name in names] == [True, False, False]
+    assert "size 8" in result.schemes["noise-pool #2"]
 
 
 async def test_wrong_schemes_are_refused() -> None:

@@ -33,8 +33,8 @@ class Limit:
         """One more score of random traffic exceeds this with half of ``probability``."""
         self.recovered = self._limit([score.recovered for score in scores])
         """The same for the recovered fraction."""
-        self._hits = sum(round(score.recovered * score.choices) for score in scores)
-        self._choices = sum(score.choices for score in scores)
+        self._hits = sum(round(score.recovered * (score.choices or score.rows)) for score in scores)
+        self._choices = sum(score.choices or score.rows for score in scores)
 
     def _limit(self, values: Sequence[float]) -> float:
         """Return the limit for one more value of a normal distribution, by Student's t."""
@@ -42,17 +42,18 @@ class Limit:
         return mean(values) + _student_t(count - 1, self._probability) * stdev(values) * math.sqrt(1 + 1 / count)
 
     def exceeded_by(self, score: Score) -> bool:
-        """Return whether an attack found something, by its cosine or by its number of right choices.
+        """Return whether an attack found something, by its cosine or by its number of right choices or recovered rows.
 
-        A small number of right choices is not normally distributed, and choices of one set may depend on each other. So
-        the number must be too large both as a count of independent events and as a value of a normal distribution.
+        A small number of either is not normally distributed, and choices of one set may depend on each other. So the
+        number must be too large both as a count of independent events and as a value of a normal distribution.
         """
         if score.cosine > self.cosine:
             return True
-        if not score.choices or score.recovered <= self.recovered:
+        count = score.choices or score.rows
+        if not count or score.recovered <= self.recovered:
             return False
-        hits = round(score.recovered * score.choices)
-        return _choices_tail(hits, score.choices, self._hits, self._choices) < self._probability
+        hits = round(score.recovered * count)
+        return _choices_tail(hits, count, self._hits, self._choices) < self._probability
 
     def has_power(self, score: Score) -> bool:
         """Return whether a perfect score with as many choices would be a find."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ async def audit(
 
     Args:
         schemes: names with options, as for ``privacy=``, or objects. ``model=base`` stands for the audit's model, which
-            is the default of ``local-pads``. ``secret-shares`` gets a second executor of it by default.
+            is the default of ``local-pads``. ``secret-shares`` gets a second executor of it by default. Results of
+            several with one name are numbered: ``noise-pool``, ``noise-pool #2``.
         plan: size of the model and of the workload.
         baselines: sets of random traffic that attacks are compared with, at least two.
         rounds: rounds of timing; 0 measures no times (they are NaN).
@@ -54,10 +56,11 @@ async def audit(
     plan = plan or Workload()
     base, further = build(plan), f"audit-{os.urandom(4).hex()}"
     async with Executor(base) as one, Executor(build(plan), name=further) as two:
-        chosen = {
-            scheme if isinstance(scheme, str) else scheme.name: _privacy(scheme, base, f"inproc://{further}")
-            for scheme in schemes
-        }
+        chosen: dict[str, Privacy | None] = {}
+        for scheme in schemes:
+            name = scheme if isinstance(scheme, str) else scheme.name
+            names = itertools.chain([name], (f"{name} #{number}" for number in itertools.count(2)))
+            chosen[next(each for each in names if each not in chosen)] = _privacy(scheme, base, f"inproc://{further}")
         run = _AuditRun(
             plan, Public(base, list(one.layers), text(plan, 256, 4)), text(plan, _DECOYS, 3), one, two, progress
         )

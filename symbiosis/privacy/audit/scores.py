@@ -1,7 +1,8 @@
 """Scores: how much of what the provider wants to know an estimate gives.
 
 Scores of activations and gradients concern what is *particular* to a row: the mean over rows, which the public model
-has as well, is subtracted from the estimate and from the truth.
+has as well, is subtracted from the estimate and from the truth. Whether a row is recovered does not depend on the
+estimates of other rows, which may be noise: the truth's mean is subtracted from both.
 
 Legend: n rows; w columns.
 """
@@ -30,18 +31,22 @@ class Score(NamedTuple):
     """Median relative error of a row, or relative error of the adapter."""
     choices: int = 0
     """Number of choices, for goals that are choices."""
+    rows: int = 0
+    """Number of rows, for goals that are rows."""
 
 
 def rows_score(estimates: Estimates, truth: Truth, *, backward: bool) -> Score:
     """Score the estimated rows of all forward places (activations) or of all backward places (gradients)."""
-    cosines, errors = [], []
+    cosines, recovered, errors = [], [], []
     for place, estimate in estimates.items():
         if place.backward is backward:
             rows, true = estimate.double(), truth.rows[place].double()
-            cosines.append(F.cosine_similarity(rows - rows.mean(0), true - true.mean(0), dim=1))
+            mean = true.mean(0)
+            cosines.append(F.cosine_similarity(rows - rows.mean(0), true - mean, dim=1))
+            recovered.append(F.cosine_similarity(rows - mean, true - mean, dim=1) >= 0.99)
             errors.append((rows - true).norm(dim=1) / true.norm(dim=1).clamp_min(1e-30))
-    cosine = torch.cat(cosines)
-    return Score(cosine.mean().item(), (cosine >= 0.99).double().mean().item(), torch.cat(errors).median().item())
+    cosine, found = torch.cat(cosines).mean().item(), torch.cat(recovered)
+    return Score(cosine, found.double().mean().item(), torch.cat(errors).median().item(), rows=len(found))
 
 
 def rank_score(scores: torch.Tensor, right: torch.Tensor) -> Score:
