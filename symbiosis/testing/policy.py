@@ -7,8 +7,8 @@
             return Mine()
 
 pytest then runs Hypothesis scripts against the scheduler. Clients of several tenants join with terms of all kinds,
-walk, submit rows of all kinds, cancel and leave in any order; several batches run at once; the clock advances in steps.
-A script that fails is shrunk and printed as code.
+walk, submit rows of all kinds, decode jointly, cancel and leave in any order; several batches run at once; the clock
+advances in steps. A script that fails is shrunk and printed as code.
 
 The properties are tested on a tiny system (2 layers, batches of 8 rows), where errors show in short scripts, and on a
 wider one:
@@ -39,7 +39,7 @@ from symbiosis.core.clients import STOPPED_S
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Request
 from symbiosis.core.scheduler import HELD_S, WaitUntil
-from symbiosis.core.terms import Kind
+from symbiosis.core.terms import JOINT, NO_TERMS, Kind
 from symbiosis.testing.script import ANY_TERMS, TENANTS, AnyScript, Joining, Size
 from symbiosis.testing.world import World
 
@@ -178,14 +178,20 @@ class PolicyConformance(ABC):
             victim=work,
             others=st.lists(work, min_size=1, max_size=6),
             rivals=st.integers(1, size.clients),
+            joint=st.sampled_from([0, 2, 3]),
             terms=st.lists(ANY_TERMS, min_size=1, max_size=3),
             batches_in_patience=st.sampled_from([20, 100]),
         )
         def game(
-            victim: _Work, others: Sequence[_Work], rivals: int, terms: Sequence[Joining], batches_in_patience: int
+            victim: _Work,
+            others: Sequence[_Work],
+            rivals: int,
+            joint: int,
+            terms: Sequence[Joining],
+            batches_in_patience: int,
         ) -> None:
             world = World(self.make_policy(), layers=size.layers, max_rows=size.max_rows)
-            _play(world, self, victim, others, rivals, terms, self.patience_s / batches_in_patience)
+            _play(world, self, victim, others, rivals, joint, terms, self.patience_s / batches_in_patience)
 
         game()
 
@@ -200,24 +206,34 @@ def _play(
     victim: _Work,
     others: Sequence[_Work],
     rivals: int,
+    joint: int,
     terms: Sequence[Joining],
     batch_s: float,
 ) -> None:
-    """Let rivals compete with one request, the victim. The clients have the given terms in turn, the victim first."""
+    """Let rivals, and so many local clients that decode jointly, compete with one request, the victim. The clients have
+    the given terms in turn, the victim first."""
     script = itertools.cycle(others)
     names = [f"tenant-{number % TENANTS}/rival-{number}" for number in range(rivals)]
     terms_of = dict(zip(["victim", *names], itertools.cycle(terms), strict=False))
+    together = tuple(f"tenant-{number % TENANTS}/joint-{number}" for number in range(joint))
 
     def submit(client: str, work: _Work) -> Request:
+        if client == JOINT:
+            return world.submit(client, world.keys[work[0]], joint, joint=together)
         return world.submit(client, world.keys[work[0]], work[1], work[2])
 
+    for name in together:
+        world.join(name, local=True)
+    if together:
+        names.append(JOINT)
+        terms_of[JOINT] = NO_TERMS, True
     for name in [*names, "victim"]:
         world.join(name, terms_of[name][0], local=terms_of[name][1])
         world.begin_walk(name)
-    for name in names[: rivals // 2]:
+    for name in names[: len(names) // 2]:
         submit(name, next(script))
     request = submit("victim", victim)
-    for name in names[rivals // 2 :]:
+    for name in names[len(names) // 2 :]:
         submit(name, next(script))
     arrived, first = world.clock.now, world.batches
     allowed = math.inf

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch
-from symbiosis.core.terms import Kind, Terms
+from symbiosis.core.terms import JOINT, Kind, Terms
 from symbiosis.testing.world import World
 
 
@@ -72,7 +72,7 @@ class AnyScript(RuleBasedStateMachine):
         if client in self.world.clients:
             (self.world.end_walk if self.world.clients[client] else self.world.begin_walk)(client)
 
-    @precondition(lambda self: self.world.clients)
+    @precondition(lambda self: self._tenants())
     @rule(
         number=_NUMBERS,
         key=_NUMBERS,
@@ -82,10 +82,28 @@ class AnyScript(RuleBasedStateMachine):
         offered=st.booleans(),
     )
     def submit(self, number: int, key: int, rows: int, kind: Kind, times: int, offered: bool) -> None:
-        client = list(self.world.clients)[number % len(self.world.clients)]
+        clients = self._tenants()
+        client = clients[number % len(clients)]
         submit = self.world.offer if offered else self.world.submit
         for _ in range(times):
             submit(client, self.world.keys[key % len(self.world.keys)], 1 + (rows - 1) % self._size.most_rows, kind)
+
+    def _tenants(self) -> list[str]:
+        return [client for client in self.world.clients if client != JOINT]
+
+    def _local(self) -> list[str]:
+        return [client for client in self._tenants() if client in self.world.local]
+
+    @precondition(lambda self: len(self._local()) > 1)
+    @rule(first=_NUMBERS, count=st.integers(2, 8), key=_NUMBERS)
+    def submit_jointly(self, first: int, count: int, key: int) -> None:
+        """Submit a request of a joint walk of local clients, with a row of each."""
+        if JOINT not in self.world.clients:
+            self.world.join(JOINT, local=True)
+        local = self._local()
+        first %= len(local)
+        together = tuple((local[first:] + local[:first])[:count])
+        self.world.submit(JOINT, self.world.keys[key % len(self.world.keys)], len(together), joint=together)
 
     @precondition(lambda self: self.world.waiting)
     @rule(number=_NUMBERS)

@@ -73,7 +73,7 @@ class World:
         """Times at which the running batches started, by ``id()``."""
         self._thinks_since: dict[str, float] = {}
         """Clients in a walk with nothing outstanding that have not stopped, and since when."""
-        self._local: set[str] = set()
+        self.local: set[str] = set()
         """Clients in the executor's process."""
         self._silent: set[str] = set()
         """Clients that counted as thinking because they began a walk, and have sent no request since."""
@@ -90,7 +90,7 @@ class World:
         self.scheduler.client_joined(client, terms, local=local)
         self.clients[client] = False
         if local:
-            self._local.add(client)
+            self.local.add(client)
         self.check()
 
     def leave(self, client: str) -> None:
@@ -102,7 +102,7 @@ class World:
             del self.waiting[request.id]
         del self.clients[client]
         self._thinks_since.pop(client, None)
-        self._local.discard(client)
+        self.local.discard(client)
         self._silent.discard(client)
         self.check()
 
@@ -111,7 +111,7 @@ class World:
         self.scheduler.walk_began(client, self.clock.now)
         self.clients[client] = True
         self._new_walk(client)
-        if (client not in self._silent or client in self._local) and self._freed(client):
+        if (client not in self._silent or client in self.local) and self._freed(client):
             self._silent.add(client)
         self.check()
 

@@ -43,6 +43,12 @@ class Oldest(Policy):
         return Run(key, view.queues[key].take(view.max_rows), "oldest")
 
 
+@bad("raised in submitted(): AssertionError")
+class NoJointRequests(Oldest):
+    def submitted(self, request: Request) -> None:
+        assert not request.joint, "a joint request"
+
+
 @bad("starves a request")
 class LongestQueueFirst(Oldest):
     def decide(self, view: View, now: float) -> Any:
