@@ -19,21 +19,24 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from symbiosis.core.policy import Decision, Policy, Run, View, Wait
 from symbiosis.core.registry import make_transport
-from symbiosis.core.requests import Call, Key, LayerSpec, Pass
-from symbiosis.core.terms import Kind
-from symbiosis.core.transport import Channel
+from symbiosis.core.requests import Call, Key, LayerSpec, Pass, expected
+from symbiosis.core.terms import NO_TERMS, Kind, Terms
+from symbiosis.core.transport import Channel, Session
 from symbiosis.errors import BrokenError, PeerError, SymbiosisError, UsageError
 from symbiosis.executor.layers import base_layer
 from symbiosis.host import Executor
 from symbiosis.testing.models import tiny_model
+from symbiosis.testing.zoo import zoo_model
 from symbiosis.transports.limits import Limits
 
 WITHIN_S = 30.0
@@ -76,16 +79,18 @@ class TransportConformance:
         raise NotImplementedError
 
     @asynccontextmanager
-    async def _executor(self, folder: Path) -> AsyncIterator[tuple[Executor, str]]:
-        async with Executor(_model(), policy="no-lockstep") as executor:
+    async def _executor(
+        self, folder: Path, policy: str | Policy = "no-lockstep", model: Any = None, base_layers: str = "linear"
+    ) -> AsyncIterator[tuple[Executor, str]]:
+        async with Executor(model or _model(), policy=policy, base_layers=base_layers) as executor:
             address = self.address(folder)
             listener = await executor.listen(address, **self.listen_options(folder))
             yield executor, listener.address
 
     @asynccontextmanager
-    async def _channel(self, address: str, folder: Path) -> AsyncIterator[Channel]:
+    async def _channel(self, address: str, folder: Path, terms: Terms = NO_TERMS) -> AsyncIterator[Channel]:
         transport = make_transport(address, **self.connect_options(folder))
-        channel = await asyncio.wait_for(transport.connect(address, f"client-{next(_names)}"), WITHIN_S)
+        channel = await asyncio.wait_for(transport.connect(address, f"client-{next(_names)}", terms), WITHIN_S)
         try:
             yield channel
         finally:
@@ -105,8 +110,11 @@ class TransportConformance:
     @staticmethod
     def _expected(executor: Executor, call: Call) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
-            layers = executor.service.resident().layers
-            found = [base_layer(layer, layers[layer][0].name, layers[layer][1]) for layer in call.key.layers]
+            base = executor.service.resident()
+            found = [
+                base_layer(layer, base.layers[layer][0].name, base.layers[layer][1], config=base.model.config)
+                for layer in call.key.layers
+            ]
             return tuple(result for layer in found for result in layer.run(call.key, call.tensors))
 
     async def _check(self, executor: Executor, channel: Channel, call: Call) -> None:
@@ -148,6 +156,71 @@ class TransportConformance:
         async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
             group = _siblings(executor.layers)
             await self._check(executor, channel, self._call(executor, group, Pass.FORWARD, 5))
+
+    @pytest.mark.parametrize("base_layers", ["linear", "mlp"])
+    async def test_calls_of_several_tensors(self, tmp_path: Path, base_layers: str) -> None:
+        """A bank of experts takes rows, numbers of experts, weights, and a gradient; an MLP rows and a gradient."""
+        model = zoo_model("MixtralForCausalLM") if base_layers == "linear" else tiny_model("llama")
+        async with (
+            self._executor(tmp_path, model=model, base_layers=base_layers) as (executor, address),
+            self._channel(address, tmp_path) as channel,
+        ):
+            spec = next(spec for spec in channel.layers if not spec.linear)
+            assert bool(spec.experts) == (base_layers == "linear")
+            for pass_ in (Pass.FORWARD, Pass.BACKWARD):
+                key = Key((spec.layer,), pass_, choices=spec.choices)
+                tensors = tuple(
+                    torch.randn(5, width).to(dtype) if dtype.is_floating_point else torch.arange(5 * width).view(5, -1)
+                    for width, dtype in expected(channel.layers, key).call
+                )
+                tensors = tuple(t if t.is_floating_point() else t % spec.experts for t in tensors)
+                await self._check(executor, channel, Call(key, Kind.FINETUNE, tensors))
+
+    async def test_rows_in_any_layout(self, tmp_path: Path) -> None:
+        """Rows need not be contiguous in memory."""
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            rows = torch.randn(executor.layers[0].in_features, 8)
+            for layout in (rows.t(), rows.t()[::2], rows.t()[:1].expand(3, -1)):
+                await self._check(executor, channel, Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (layout,)))
+
+    async def test_what_the_executor_hears(self, tmp_path: Path) -> None:
+        """A client's terms, its walks, the kinds of its calls, and that it waits for the answers."""
+        async with self._executor(tmp_path) as (executor, address):
+            heard: list[tuple[Any, ...]] = []
+            join = executor.service.join
+
+            def heard_join(client: str, terms: Terms = NO_TERMS, **named: Any) -> Any:
+                heard.append(("join", terms))
+                return join(client, terms, **named)
+
+            executor.service.join = heard_join  # type: ignore[method-assign]
+            executor.service.taps.append(lambda session: cast(Session, _Heard(session, heard)))
+            terms = Terms(priority=-3, slo_ms=2e4, ttft_ms=3e4, kind=Kind.PREFILL)
+            async with self._channel(address, tmp_path, terms) as channel:
+                channel.begin_walk()
+                for kind in Kind:
+                    call = self._call(executor, (0,), Pass.FORWARD, 2)
+                    await self._check(executor, channel, replace(call, kind=kind))
+                channel.end_walk()
+                await self._until(lambda: heard[-1] == ("end_walk",))
+            assert heard[0] == ("join", terms)
+            assert heard[1] == ("begin_walk",)
+            calls = [call for name, *given in heard if name in ("at_once", "submit") for call in given]
+            assert [call.kind for call, _ in itertools.groupby(calls)] == list(Kind)
+
+    async def test_a_cancelled_call_does_not_run(self, tmp_path: Path) -> None:
+        policy = _Hold()
+        async with self._executor(tmp_path, policy) as (executor, address), self._channel(address, tmp_path) as channel:
+            call = self._call(executor, (0,), Pass.FORWARD, 3)
+            reply = channel.send(call)
+            assert isinstance(reply, asyncio.Future)
+            reply.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await self._until(lambda: executor.status()["outstanding"] == 1)
+            channel.cancel(call)
+            await self._until(lambda: executor.status()["outstanding"] == 0)
+            policy.holds = False
+            await self._check(executor, channel, self._call(executor, (1,), Pass.FORWARD, 2))
+            assert policy.layers == [(1,)]
 
     async def test_results_are_the_clients_own(self, tmp_path: Path) -> None:
         """A result keeps its values during later calls, and may be written to."""
@@ -371,6 +444,40 @@ class TransportConformance:
     def _call_like(channel: Channel) -> Call:
         spec = channel.layers[0]
         return Call(Key((0,), Pass.FORWARD), Kind.DECODE, (torch.zeros(1, spec.in_features, dtype=spec.dtype),))
+
+
+class _Heard:
+    """A session whose calls are noted: the name of the method, and what it was given."""
+
+    def __init__(self, session: Session, heard: list[tuple[Any, ...]]) -> None:
+        self._session, self._heard = session, heard
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._session, name)
+        if name not in ("at_once", "submit", "begin_walk", "end_walk"):
+            return found
+
+        def noted(*given: Any) -> Any:
+            self._heard.append((name, *given))
+            return found(*given)
+
+        return noted
+
+
+class _Hold(Policy):
+    """Runs nothing as long as ``holds``, and notes which layers it runs."""
+
+    name = "hold"
+
+    def __init__(self) -> None:
+        self.holds, self.layers = True, list[tuple[int, ...]]()
+
+    def decide(self, view: View, now: float) -> Decision:
+        if self.holds:
+            return Wait(now + 0.01)
+        key = view.oldest.key
+        self.layers.append(key.layers)
+        return Run(key, view.queues[key].take(view.max_rows), "no longer held")
 
 
 _VICTIM = """
