@@ -140,13 +140,12 @@ class Seat:
             return reason
         if not self._decoder.may_join(self.name):
             return "the policy holds it back"
-        reading = self._reading
+        reading, joint = self._reading, self._decoder.model
+        assert joint is not None
         thorough, self._checked = not self._checked, True
         if reading is None or not reading.is_current(thorough=thorough):
             if reading is None:
                 self.number = next(self._decoder.numbers)
-            joint = self._decoder.model
-            assert joint is not None
             self._reading = reading = Reading(self._model, joint.module, joint.settings)
             self.version += 1
             if self._decoder.stacks is not None:
@@ -158,6 +157,8 @@ class Seat:
             return "another device"
         position = kwargs.get("position_ids")
         if position is None:
+            if joint.moves_positions:
+                return "positions of its own"
             position = torch.full((1, 1), cache.get_seq_length(), device=ids.device)  # without waiting for a device
         reply = asyncio.get_running_loop().create_future()
         return Step(self, ids, position, kwargs.get("attention_mask"), cache, layers, reply)

@@ -27,6 +27,8 @@ class JointModel:
     Attributes:
         module: the model. Nothing in it is a client's.
         settings: its configuration, as the clients' models have it.
+        has_experts: whether there are banks of experts in it.
+        moves_positions: whether a client's model keeps by how much an image has moved the positions after it.
 
     Raises:
         JointError: models of this kind cannot be walked jointly.
@@ -40,6 +42,7 @@ class JointModel:
         self._inner = skeleton.config._attn_implementation
         self._layers = make_joint(skeleton)
         self.has_experts = any(isinstance(module, VirtExperts) for module in skeleton.modules())
+        self.moves_positions = any(hasattr(module, "rope_deltas") for module in skeleton.modules())
 
     def adapters(self, clients: Sequence[tuple[Adapted, Mapping[str, Slot]]]) -> dict[str, Any]:
         """Return the adapters of a walk, given each row's, for :meth:`seat`."""
