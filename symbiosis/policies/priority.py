@@ -51,8 +51,11 @@ class Priority(Admission):
         self._levels: dict[int, _Level] = {}
         self._highest: list[int] = []
         """Heap of the negative priorities of the levels."""
-        self._held: OrderedDict[int, Request] = OrderedDict()
-        """Requests that are held back, by id, in the order of arrival."""
+        self._held: set[int] = set()
+        """Ids of the requests that are held back."""
+        self._arrivals: list[tuple[float, int, Request]] = []
+        """Heap of requests by arrival. A wrapper around this one may have held an older one back for longer than a
+        newer one. Those that are no longer held back are removed at the top."""
         self._level_of: dict[int, _Level] = {}
         """Levels of the queued requests, by request id."""
 
@@ -68,18 +71,20 @@ class Priority(Admission):
             heapq.heappush(self._highest, -priority)
         level.queued += 1
         self._level_of[request.id] = level
-        level.held[request.id] = self._held[request.id] = request
+        level.held[request.id] = request
+        self._held.add(request.id)
+        heapq.heappush(self._arrivals, (request.arrived, request.id, request))
 
     def release(self, view: View, now: float) -> float:
         while (until := self._until()) <= now:
-            longest = next(iter(self._held.values()))
+            longest = self._arrivals[0][2]
             self.drop(longest)
             self.admit(longest)
         while self._highest and not (highest := self._levels[-self._highest[0]]).queued:
             del self._levels[-heapq.heappop(self._highest)]
         if self._highest and highest.held:
             for request in highest.held.values():
-                del self._held[request.id]
+                self._held.remove(request.id)
                 self.admit(request)
             highest.held.clear()
             until = self._until()
@@ -87,10 +92,14 @@ class Priority(Admission):
 
     def _until(self) -> float:
         """Return when the next request has been held back for ``max_wait_ms``, or ``inf``."""
-        return next(iter(self._held.values())).arrived + self.max_wait_ms / 1e3 if self._held else math.inf
+        arrivals = self._arrivals
+        while arrivals and arrivals[0][1] not in self._held:
+            heapq.heappop(arrivals)
+        return arrivals[0][0] + self.max_wait_ms / 1e3 if arrivals else math.inf
 
     def drop(self, request: Request) -> None:
-        if self._held.pop(request.id, None) is not None:
+        if request.id in self._held:
+            self._held.remove(request.id)
             del self._level_of[request.id].held[request.id]
 
     def gone(self, requests: Sequence[Request]) -> None:

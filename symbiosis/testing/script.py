@@ -94,10 +94,13 @@ class AnyScript(RuleBasedStateMachine):
     def _local(self) -> list[str]:
         return [client for client in self._tenants() if client in self.world.local]
 
-    @precondition(lambda self: len(self._local()) > 1)
+    def _walks_jointly(self) -> bool:
+        return any(request.client == JOINT for request in self.world.waiting.values())
+
+    @precondition(lambda self: len(self._local()) > 1 and not self._walks_jointly())
     @rule(first=_NUMBERS, count=st.integers(2, 8), key=_NUMBERS)
     def submit_jointly(self, first: int, count: int, key: int) -> None:
-        """Submit a request of a joint walk of local clients, with a row of each."""
+        """Submit a request of a joint walk of local clients, with a row of each. A joint walk has one at a time."""
         if JOINT not in self.world.clients:
             self.world.join(JOINT, local=True)
         local = self._local()

@@ -399,6 +399,18 @@ def test_urgent_clients_are_served_first() -> None:
     assert order == ["high", "middle", "low"]
 
 
+def test_the_oldest_request_is_admitted_in_time_whatever_the_order() -> None:
+    """A wrapper around priorities, such as `fair`, may pass on an older request after a newer one."""
+    policy = Priority(NoLockstep(), max_wait_ms=1000)
+    for number, arrived, priority in (1, 9.5, 1), (2, 9.5, 0), (3, 0.5, 0):
+        request = Request(number, f"c{number}", F0, 1, Kind.DECODE, arrived, terms=Terms(priority=priority))
+        policy.submitted(request)
+    view: Any = None
+    assert policy.release(view, 10.0) == 10.5
+    assert request in policy.admitted, "the oldest one"
+    assert len(policy.admitted) == 2
+
+
 def test_no_client_is_delayed_without_limit() -> None:
     world = _with_priorities(Priority(NoLockstep(), max_wait_ms=50), low=0, high=1)
     for batches in range(1000):
