@@ -315,21 +315,26 @@ def test_a_run_without_its_first_evaluation_goes_on_with_the_same_losses(
     assert saved[0] == saved[1]
 
 
+def lose_after(patched: pytest.MonkeyPatch, steps: int) -> None:
+    """Let the executor be lost after so many steps."""
+    step = training._Trainer.training_step
+
+    def lost(self: Any, *arguments: Any, **others: Any) -> Any:
+        if self.state.global_step == steps:
+            raise ConnectionLostError("the executor did not come back")
+        return step(self, *arguments, **others)
+
+    patched.setattr(training._Trainer, "training_step", lost)
+
+
 def test_a_damaged_checkpoint_of_the_last_step_is_written_again(
     service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, made = options(service, data, tmp_path / "a", "--steps", 6, "--every", 2), tmp_path / "a"
     assert command(*given).exit_code == 0
     (made / "checkpoint-6" / "trainer_state.json").write_bytes(b"")
-    step = training._Trainer.training_step
-
-    def lost(self: Any, *arguments: Any, **others: Any) -> Any:
-        if self.state.global_step == 6:
-            raise ConnectionLostError("the executor did not come back")
-        return step(self, *arguments, **others)
-
     with monkeypatch.context() as patched:
-        patched.setattr(training._Trainer, "training_step", lost)
+        lose_after(patched, 6)
         done = command(*options(service, data, made, "--steps", 8, "--every", 50, "--resume"))
     assert "ended in an error after step 6; " in done.output
     assert damage_of(made / "checkpoint-6") is None
@@ -339,19 +344,12 @@ def test_a_damaged_checkpoint_of_the_last_step_is_written_again(
 def test_an_executor_that_is_lost_while_the_disk_is_full(
     saved: int, service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = training._Trainer.training_step
-
-    def lost(self: Any, *arguments: Any, **others: Any) -> Any:
-        if self.state.global_step == saved + 1:
-            raise ConnectionLostError("the executor did not come back")
-        return step(self, *arguments, **others)
-
     def full(*_: object) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
 
     given = options(service, data, tmp_path / "a", "--steps", 6, "--every", 2)
     with monkeypatch.context() as patched:
-        patched.setattr(training._Trainer, "training_step", lost)
+        lose_after(patched, saved + 1)
         patched.setattr(training._Trainer, "save_checkpoint", full)
         done = command(*given)
     assert done.exit_code == 1
