@@ -27,7 +27,7 @@ RayOption = Annotated[
     str,
     typer.Option("--ray", envvar="RAY_ADDRESS", help="Address of Ray, host:port, or auto for the one on this host."),
 ]
-WithinOption = Annotated[float, typer.Option(min=1, help="Seconds for new executors to load their model.")]
+WithinOption = Annotated[float, typer.Option(min=1, help="Seconds for the directory and new executors to start.")]
 
 
 @contextlib.contextmanager

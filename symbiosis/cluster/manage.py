@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -65,7 +65,8 @@ class ClusterManager:
         """Start the directory and all executors, and wait until they serve. Nothing is left if one cannot.
 
         Raises:
-            UsageError: a cluster is up, an executor has no room, or cannot serve.
+            UsageError: a cluster is up, the directory cannot listen, or an executor has no room or cannot serve.
+            BrokenError: the directory does not start, or an executor does not serve, in time.
         """
         with contextlib.suppress(ValueError):
             ray.get_actor(running.DIRECTORY)
@@ -80,7 +81,9 @@ class ClusterManager:
         directory = ray.remote(DirectoryActor).options(**options).remote(plan)
         try:
             try:
-                ray.get(directory.plan.remote(), timeout=running.ANSWER_S)
+                ray.get(directory.plan.remote(), timeout=within_s)
+            except GetTimeoutError as error:
+                raise BrokenError(f"the directory did not start within {within_s:g} s; raise --within") from error
             except RayError as error:
                 why = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
                 raise UsageError(f"cannot listen on {plan.host}:{plan.port} of the head node: {why}") from error

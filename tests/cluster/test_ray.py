@@ -21,7 +21,8 @@ import psutil
 import pytest
 
 import symbiosis
-from symbiosis.errors import ConnectionLostError
+from symbiosis.cli.cluster_config import read_plan
+from symbiosis.errors import BrokenError, ConnectionLostError
 from symbiosis.transports.keys import new_key
 from tests.cluster.nodes import COMMAND, Nodes, processes, started, until
 from tests.helpers import IDS
@@ -139,6 +140,19 @@ def test_commands(nodes: Nodes, tmp_path: Path) -> None:
         assert tenant.finish() > 0
     nodes.symbiosis("cluster", "down")
     assert not processes("serve")
+    assert "no symbiosis cluster is up" in nodes.symbiosis("cluster", "status", status=1).stderr
+
+
+def test_a_directory_that_starts_too_late_is_told_as_that(nodes: Nodes, tmp_path: Path) -> None:
+    from symbiosis.cluster.manage import ClusterManager
+
+    file, _ = config(tmp_path, save_model(tmp_path / "model"), "replicas = 1")
+    manager = ClusterManager(nodes.environment["RAY_ADDRESS"])
+    try:
+        with pytest.raises(BrokenError, match=r"the directory did not start within 0\.001 s; raise --within"):
+            manager.up(read_plan(file), 0.001)
+    finally:
+        manager.close()
     assert "no symbiosis cluster is up" in nodes.symbiosis("cluster", "status", status=1).stderr
 
 
