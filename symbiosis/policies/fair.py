@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 
 from symbiosis.core.policy import Policy, View
 from symbiosis.core.requests import Request
-from symbiosis.core.terms import Kind, tenant_of
+from symbiosis.core.terms import MOST_DECODED, Kind, tenant_of
 from symbiosis.errors import UsageError
 from symbiosis.policies.admission import Admission, token_count
 from symbiosis.policies.options import mapping, number
@@ -95,7 +95,8 @@ class Fair(Admission):
 
     The tenant of a client is the part of its name before the slash, as in ``alice/notebook``. Over ``tcp://`` with keys
     this is the name of the key; otherwise it is what the client states. A token's forward walk through all layers
-    counts 1, times the weight of its kind; its backward walk counts again.
+    counts 1, times the weight of its kind; its backward walk counts again. A client in another process states the kind
+    itself. Its forward requests count at least as much as if their first 64 rows were output.
 
     Args:
         policy: decides about the admitted requests; opportunistic batching if None.
@@ -183,7 +184,7 @@ class Fair(Admission):
             if counter > self._reached:
                 self._reached = counter
             clients = request.clients
-            tokens = self._kinds[request.kind] * token_count(request, layers) / len(clients)
+            tokens = self._weight_of(request) * token_count(request, layers) / len(clients)
             for client in clients:
                 tenant = self._tenant(client)
                 tenant.held.pop(request.id, None)
@@ -215,6 +216,13 @@ class Fair(Admission):
                 tenant.inside -= request.rows // len(clients)
                 if tenant.held:
                     self._held.add(tenant)
+
+    def _weight_of(self, request: Request) -> float:
+        """Return what a token of a request counts."""
+        weight = self._kinds[request.kind]
+        if request.kind is Kind.DECODE or request.local or request.key.pass_.is_backward:
+            return weight
+        return max(weight, self._kinds[Kind.DECODE] * min(1.0, MOST_DECODED / request.rows))
 
     def _least(self) -> float:
         """Return the least counter of the tenants with a request queued, of which there is one."""

@@ -157,20 +157,22 @@ def _run(world: World) -> Batch:
     inner=st.sampled_from([NoLockstep, Opportunistic, CoServing]),
     weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=5, max_size=5),
     huge=st.sampled_from([0, 40, 400]),
+    local=st.booleans(),
 )
 def test_the_bound(
-    works: list[tuple[int, Kind, int]], quantum: float, inner: type, weights: list[float], huge: int
+    works: list[tuple[int, Kind, int]], quantum: float, inner: type, weights: list[float], huge: int, local: bool
 ) -> None:
     """The counters of two tenants that always have a request queued differ by at most U at any time: the quantum and
     the largest request of the two. Their service by weight differs by at most 2 · U (VTC, lemma 1 and theorem 1).
     Service is counted here by the rows that ran: at most one batch and one request are in progress. A third tenant with
     one huge request does not change this.
     """
+    weight_of = WEIGHTS if local else dict.fromkeys(Kind, WEIGHTS[Kind.DECODE])  # no request has more than 64 rows
     shares = {f"tenant-{tenant}": weight for tenant, weight in enumerate(weights)}
     policy = Fair(inner(), quantum=quantum, weights=shares)
     names = [f"tenant-{tenant}/{client}" for tenant, work in enumerate(works) for client in range(work[2])]
     layers, max_rows = 4, 16
-    world = world_of(policy, *names, "huge", layers=layers, max_rows=max_rows)
+    world = world_of(policy, *names, "huge", layers=layers, max_rows=max_rows, local=local)
     served: Counter[str] = Counter()
     history = []
     if huge:
@@ -182,7 +184,7 @@ def test_the_bound(
             world.submit(name, F0, rows, kind)
     tenants = [f"tenant-{tenant}" for tenant in range(len(works))]
     charge = {
-        tenant: WEIGHTS[kind] * rows / layers / shares[tenant]
+        tenant: weight_of[kind] * rows / layers / shares[tenant]
         for tenant, (rows, kind, _) in zip(tenants, works, strict=True)
     }
     pairs = list(itertools.combinations(tenants, 2))
@@ -191,7 +193,7 @@ def test_the_bound(
         for request, start, stop in batch.slices:
             tenant = tenant_of(request.client)
             if tenant != "huge":
-                served[tenant] += WEIGHTS[request.kind] * (stop - start) / layers / shares[tenant]
+                served[tenant] += weight_of[request.kind] * (stop - start) / layers / shares[tenant]
         for request in world.complete(batch):
             if request.client != "huge":
                 world.submit(request.client, F0, request.rows, request.kind)
@@ -207,7 +209,7 @@ def test_the_bound(
 def test_service_is_what_a_tenant_was_charged() -> None:
     """A tenant that is raised because it returns late was not served more for that."""
     policy = Fair(NoLockstep(), quantum=4, weights={"late": 2})
-    world = world_of(policy, "busy/1", "busy/2", "late", layers=4)
+    world = world_of(policy, "busy/1", "busy/2", "late", layers=4, local=True)
     for client in ("busy/1", "busy/2"):
         for _ in range(4):
             world.submit(client, F0, 8, Kind.PREFILL)
@@ -217,6 +219,28 @@ def test_service_is_what_a_tenant_was_charged() -> None:
     assert policy.service() == RateLimit(policy).service() == {"busy": 8 * 8 / 4, "late": 8 / 4 / 2}
     assert policy.served("late") > policy.service()["late"]
     assert NoLockstep().service() == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "backward", "local", "expected"),
+    [
+        (Kind.DECODE, 1, False, False, 2 * 1),
+        (Kind.PREFILL, 1, False, False, 2 * 1),
+        (Kind.FINETUNE, 64, False, False, 2 * 64),
+        (Kind.FINETUNE, 100, False, False, 2 * 64),
+        (Kind.PREFILL, 200, False, False, 200),
+        (Kind.FINETUNE, 1, True, False, 1),
+        (Kind.PREFILL, 1, False, True, 1),
+    ],
+)
+def test_a_client_in_another_process_pays_for_output_whatever_kind_it_states(
+    kind: Kind, rows: int, backward: bool, local: bool, expected: float
+) -> None:
+    policy = Fair(NoLockstep())
+    world = world_of(policy, "sly", layers=1, max_rows=512, local=local)
+    world.submit("sly", Key((0,), Pass.BACKWARD if backward else Pass.FORWARD), rows, kind)
+    world.complete(_run(world))
+    assert policy.service() == {"sly": pytest.approx(expected)}
 
 
 def test_one_huge_request_raises_no_credit() -> None:
