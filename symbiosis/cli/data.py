@@ -256,7 +256,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
     # Not strict, an open quote would take the rest of the file.
     rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        if len(set(names := rows.fieldnames or ())) < len(names):
+        names = [name for name in rows.fieldnames or () if name]
+        if len(set(names)) < len(names):
             raise UsageError(f"{path}, line 1: a name stands twice; give each field a name of its own")
         for row in rows:
             place = f"{path}, line {rows.line_num}"

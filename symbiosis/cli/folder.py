@@ -19,7 +19,8 @@ from symbiosis.terminal.console import console, writable
 
 OPTIONS_FILE = "finetune.json"
 """File in the output folder with the options of the run, for ``--resume``."""
-_WRITTEN = ("adapter_config.json", "adapter_model.safetensors", LOG_FILE, OPTIONS_FILE, FORMAT_FILE, "README.md")
+ADAPTER_FILE = "adapter_model.safetensors"
+_WRITTEN = ("adapter_config.json", ADAPTER_FILE, LOG_FILE, OPTIONS_FILE, FORMAT_FILE, "README.md")
 """Files that a run writes into its folder, beside checkpoints."""
 _LOCK = ".lock"
 _ASIDE = ".replaced"
@@ -131,7 +132,7 @@ def _settle(folder: Path) -> bool:
     """Delete what was moved aside if a new run has saved something; otherwise move it back, and return True."""
     aside, moving = folder / _ASIDE, folder / _MOVING
     if aside.is_dir():
-        if has_checkpoint(folder) or (folder / "adapter_model.safetensors").exists():
+        if has_checkpoint(folder) or (folder / ADAPTER_FILE).exists():
             shutil.rmtree(aside)
         else:
             for checkpoint in checkpoints(folder):
@@ -194,7 +195,7 @@ def has_checkpoint(folder: Path) -> bool:
     return any(damage_of(one) is None for one in checkpoints(folder))
 
 
-_NEEDED = "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors"
+_NEEDED = "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", ADAPTER_FILE
 """Files of a checkpoint without which a run cannot go on as if it had not been stopped."""
 
 

@@ -53,7 +53,7 @@ def read_inputs(values: Mapping[str, Any], given: Callable[[str], bool]) -> Inpu
         file=values["peft"],
         lora_given=given("lora"),
     )
-    lost = lost_in_checkpoints(config)
+    lost = lost_in_checkpoints(config, resume=values["resume"])
     if lost and (values["resume"] or validation):
         raise UsageError(
             f"{option}: PEFT's checkpoints of this method lack {lost}; leave --resume and --validation out"

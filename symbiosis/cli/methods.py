@@ -38,10 +38,16 @@ def method_of(lora: str, ia3: bool, prefix: int | None, file: Path | None, lora_
     return lora_config(lora), f"--lora {lora}"
 
 
-def lost_in_checkpoints(config: Any) -> str:
-    """Return what PEFT's checkpoints of this method lack, so that no run can go on from one; empty if nothing."""
+def lost_in_checkpoints(config: Any, *, resume: bool) -> str:
+    """Return what PEFT's checkpoints of this method lack; empty if nothing.
+
+    Args:
+        resume: whether training is to go on from one. Otherwise the best one is to become the adapter.
+    """
     if config.peft_type == "P_TUNING" or getattr(config, "prefix_projection", False):
         return "its encoder"
+    if resume and getattr(config, "save_only_topk_weights", False):
+        return "all logits but the largest (save_only_topk_weights)"
     return "the importance of its ranks" if config.peft_type == "ADALORA" else ""
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from symbiosis.cli.config import checked, converted, parameters_of
 from symbiosis.cli.data import LOG_FILE
-from symbiosis.cli.folder import OPTIONS_FILE, check_json, earlier_in, has_checkpoint, owned
+from symbiosis.cli.folder import ADAPTER_FILE, OPTIONS_FILE, check_json, earlier_in, has_checkpoint, owned
 from symbiosis.cli.inputs import read_inputs
 from symbiosis.errors import UsageError
 from symbiosis.terminal import child
@@ -134,7 +134,9 @@ def _command(context: typer.Context, changes: dict[str, Any], folder: Path) -> l
         if is_given(context, name) and name not in ("sweep", "json")
     }
     values |= {**changes, "output": folder, "json": folder / RESULTS_FILE}
-    if values.get("resume") and not has_checkpoint(folder):  # this run is new, or was ended before it had a whole one
+    ended = (folder / ADAPTER_FILE).exists()
+    if values.get("resume") and not ended and not has_checkpoint(folder):
+        # this run is new, or was killed before it had a whole checkpoint
         values |= {"resume": False, "overwrite": _has_begun(folder)}
     command = [str(context.info_name)]
     for parameter in context.command.params:

@@ -179,7 +179,7 @@ class Training:
 
     def _goes_on(self, how: str) -> str:
         """Return how the run can go on, or why it cannot."""
-        if lost_in_checkpoints(self._model.active_peft_config):
+        if lost_in_checkpoints(self._model.active_peft_config, resume=True):
             return "a run of this PEFT method cannot be resumed"
         return how
 

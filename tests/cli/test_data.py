@@ -251,6 +251,8 @@ def test_csv_has_the_same_fields(tmp_path: Path) -> None:
     file = write(tmp_path, 'prompt,completion,id\n"a, b",c,1\n', name="pairs.csv")
     (example,) = tokenize(read_records(file), TOKENIZER, 32, "pairs").examples
     assert texts(example) == ("<begin>a, b\nc<end>", "c<end>")
+    nameless = write(tmp_path, "prompt,completion,,\na,b,,\n", name="nameless.csv")
+    assert read_records(nameless) == [{"prompt": "a", "completion": "b"}]
     ended = write(tmp_path, "prompt,completion\na,b,\n", name="ended.csv")  # each line of some programs ends in a comma
     assert read_records(ended) == [{"prompt": "a", "completion": "b"}]
 

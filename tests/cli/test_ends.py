@@ -155,6 +155,18 @@ def test_checkpoints_without_an_encoder_are_refused(service: Service, data: Path
     assert command(*given, "--steps", "2").exit_code == 0
 
 
+def test_checkpoints_without_all_logits_are_not_resumed(service: Service, data: Path, tmp_path: Path) -> None:
+    peft = tmp_path / "peft.json"
+    vb_lora = {"peft_type": "VBLORA", "r": 4, "num_vectors": 8, "vector_length": 8, "save_only_topk_weights": True}
+    peft.write_text(json.dumps({**vb_lora, "target_modules": ["q_proj"]}))
+    given = ["finetune", service.address, "--data", str(data), "--output", str(tmp_path / "a"), "--peft", str(peft)]
+    done = command(*given, "--steps", "2", "--validation", "0.2")
+    assert done.exit_code == 0, done.output
+    done = command(*given, "--steps", "4", "--resume")
+    assert done.exit_code == 1
+    assert "lack all logits but the largest (save_only_topk_weights)" in " ".join(done.output.split())
+
+
 def test_a_run_that_stopped_early_has_ended(service: Service, data: Path, tmp_path: Path) -> None:
     """An earlier adapter is replaced by that of the best checkpoint; the files of a killed save are removed."""
     given = options(service, data, tmp_path / "a", "--steps", 40, "--validation", 0.2, "--every", 1, "--patience", 1)

@@ -28,7 +28,7 @@ def test_a_sweep_runs_side_by_side(service: Service, data: Path, tmp_path: Path)
     assert "fast" in done.stdout
 
 
-def test_a_run_of_a_sweep_whose_only_checkpoint_is_damaged_begins_again(
+def test_a_run_of_a_sweep_without_a_whole_checkpoint_begins_again_unless_it_had_ended(
     service: Service, data: Path, tmp_path: Path
 ) -> None:
     file, output = tmp_path / "sweep.toml", tmp_path / "out"
@@ -36,6 +36,12 @@ def test_a_run_of_a_sweep_whose_only_checkpoint_is_damaged_begins_again(
     given = options(service, data, output, "--steps", 2, "--sweep", file)
     assert command(*given).exit_code == 0
     (output / "small" / "checkpoint-2" / "rng_state.pth").unlink()
+    written = (output / "small" / "adapter_model.safetensors").stat()
+    done = command(*given, "--resume")
+    assert done.exit_code == 1
+    assert "no whole checkpoint" in " ".join(done.stderr.split())
+    assert (output / "small" / "adapter_model.safetensors").stat() == written
+    (output / "small" / "adapter_model.safetensors").unlink()
     done = command(*given, "--resume")
     assert done.exit_code == 0, done.output
     assert (output / "small" / "checkpoint-2" / "rng_state.pth").exists()
