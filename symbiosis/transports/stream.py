@@ -29,6 +29,9 @@ _HANDSHAKE_ROOM = 4 << 10
 """Bytes that a receiver asks for at a time during a TLS handshake, when the peer is not authenticated."""
 MAX_HANDSHAKE = 64 << 10
 """Bytes of a TLS handshake; one with the certificates of :mod:`symbiosis.transports.keys` has less than 2 KiB."""
+MAX_OF_TLS = 16 << 10
+"""Bytes that TLS itself may have to send after the handshake. Each request of the peer for new keys adds some 30, and
+they wait for the next message."""
 
 
 def frame(message: bytes, payload: int = 0) -> bytes:
@@ -149,7 +152,8 @@ class ByteStream:
 
 
 class TlsByteStream(ByteStream):
-    """One end of a byte stream that TLS encrypts. :meth:`filled` raises ssl.SSLError if the handshake fails.
+    """One end of a byte stream that TLS encrypts. :meth:`filled` raises ssl.SSLError if the handshake fails, and
+    WireError if the peer makes TLS itself send too much.
 
     Args:
         max_bytes: as above.
@@ -184,6 +188,8 @@ class TlsByteStream(ByteStream):
         with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):  # the end of what has come
             while count := cast(int, self._tls.read(1 << 30, super().room())):
                 super().filled(count)
+        if self._out.pending > MAX_OF_TLS:
+            raise WireError(f"the peer asks for new TLS keys without end; {self._out.pending} bytes of answers wait")
 
     def _shake_hands(self) -> None:
         with contextlib.suppress(ssl.SSLWantReadError):

@@ -128,6 +128,9 @@ class StreamLine(asyncio.BufferedProtocol):
         except OSError as error:  # of TLS
             self.drop(error)
             return
+        except WireError as error:
+            self.peer.refuse(error)
+            return
         if self._reading is None:
             self._read()
 

@@ -15,8 +15,16 @@ from symbiosis.core.requests import Columns
 from symbiosis.errors import WireError
 from symbiosis.transports.arena import spread
 from symbiosis.transports.keys import Keyring, new_key
-from symbiosis.transports.stream import MAX_HANDSHAKE, ByteStream, TlsByteStream, frame, matrices, payload_of
-from tests.transports.raw import tls_of
+from symbiosis.transports.stream import (
+    MAX_HANDSHAKE,
+    MAX_OF_TLS,
+    ByteStream,
+    TlsByteStream,
+    frame,
+    matrices,
+    payload_of,
+)
+from tests.transports.raw import key_updates, tls_of
 
 Found = tuple[bytes, bytes]
 
@@ -88,7 +96,7 @@ def test_matrices_of_a_payload(dtype: torch.dtype) -> None:
 def ends(tmp_path: Path) -> tuple[TlsByteStream, TlsByteStream]:
     for name in ("server", "alice"):
         new_key(tmp_path, name)
-    client = TlsByteStream(1000, tls_of(tmp_path / "alice.secret"), server=False)
+    client = TlsByteStream(1000, tls_of(tmp_path / "alice.secret", tmp_path / "log"), server=False)
     return client, TlsByteStream(1000, Keyring(tmp_path).context(), server=True)
 
 
@@ -133,6 +141,19 @@ def test_the_bytes_of_a_handshake_are_counted(ends: tuple[TlsByteStream, TlsByte
     server._before = MAX_HANDSHAKE
     with pytest.raises(WireError, match="no end of the TLS handshake"):
         feed(server, b"\x16\x03")
+
+
+@pytest.mark.parametrize("sender", ["CLIENT", "SERVER"])
+def test_requests_for_new_keys_do_not_fill_the_other_end(
+    tmp_path: Path, ends: tuple[TlsByteStream, TlsByteStream], sender: str
+) -> None:
+    shake_hands(*ends)
+    one, other = ends if sender == "CLIENT" else ends[::-1]
+    records = key_updates(tmp_path / "log", sender, MAX_OF_TLS // 20)
+    feed(other, records[:270])  # ten of them, each of which OpenSSL answers
+    assert feed(one, b"".join(other.encode(b"hello"))) == [(b"hello", b"")]
+    with pytest.raises(WireError, match="new TLS keys"):
+        feed(other, records[270:])
 
 
 def test_a_tls_version_before_1_3_is_refused(tmp_path: Path, ends: tuple[TlsByteStream, TlsByteStream]) -> None:

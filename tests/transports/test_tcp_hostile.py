@@ -26,9 +26,10 @@ from symbiosis.executor.service import ACTIVITY_EVERY_S
 from symbiosis.transports import stream_line, tcp_listener, wire
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.sockets import resolve
+from symbiosis.transports.stream import MAX_OF_TLS
 from symbiosis.transports.wire import Type
 from tests.helpers import BATCH, IDS, adamw, in_thread, lora, until
-from tests.transports.raw import a_call, hello, raw, receive, rows, violate
+from tests.transports.raw import a_call, hello, key_updates, raw, receive, rows, violate
 
 LOCAL = "tcp://127.0.0.1:0"
 
@@ -380,6 +381,18 @@ async def test_a_handshake_has_64_kib(
             with contextlib.suppress(ConnectionError):
                 mallory.sendall(b"".join(b"\x16\x03\x01" + len(part).to_bytes(2, "big") + part for part in parts))
             await until(lambda: any("no end of the TLS handshake" in str(vars(one)) for one in caplog.records))
+        await until(lambda: not listener.lines)
+
+
+async def test_requests_for_new_tls_keys_end_the_connection(base: Any, keys: Path, tmp_path: Path) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener: Any = await executor.listen(LOCAL, keys=keys)
+        mallory = await in_thread(raw, listener.address, keys / "alice.secret", tmp_path / "log")
+        with mallory:
+            mallory.socket.sendall(key_updates(tmp_path / "log", "CLIENT", MAX_OF_TLS // 20))
+            type_, content = await in_thread(receive, mallory)
+        assert type_ is Type.ENDED
+        assert "new TLS keys" in content[1]
         await until(lambda: not listener.lines)
 
 
