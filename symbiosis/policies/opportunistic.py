@@ -14,7 +14,7 @@ from symbiosis.errors import UsageError
 from symbiosis.policies.arrivals import Arrivals
 from symbiosis.policies.latency import LatencyModel
 from symbiosis.policies.options import milliseconds
-from symbiosis.policies.order import FurthestBehind
+from symbiosis.policies.order import FurthestBehind, too_many
 
 _KINDS = {kind.name.lower(): kind for kind in Kind}
 
@@ -112,6 +112,9 @@ class Opportunistic(Policy):
         self._now = now
         due, urgent = self._first_due()
         queues = view.queues
+        if too_many(self._perhaps_full, queues):
+            self._perhaps_full.intersection_update(queues)
+            self._behind.prune(queues)
         if due <= now:
             queue = queues[urgent.key]
             first = queue.of(urgent.client)[0]  # requests of one client for a layer stay in order

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Iterator
 
 from symbiosis.core.requests import Key, Request
 
@@ -20,7 +20,8 @@ from symbiosis.core.requests import Key, Request
 class FurthestBehind:
     """The non-empty queue that is furthest behind, by direction.
 
-    A request costs O(log queues). Keys of empty queues are removed when they reach the top of a heap.
+    A request costs O(log queues). Keys of empty queues are removed when they reach the top of a heap, or when most of
+    the keys are such keys: tenants choose keys freely.
     """
 
     def __init__(self) -> None:
@@ -36,8 +37,17 @@ class FurthestBehind:
             backward = key.pass_.is_backward
             heapq.heappush(self._heaps[backward], (-key.layers[-1] if backward else key.layers[0], key))
 
-    def candidates(self, queues: Container[Key]) -> list[Key]:
+    def prune(self, queues: Collection[Key]) -> None:
+        """Remove the keys of empty queues if they are :func:`too_many`."""
+        if too_many(self._known, queues):
+            self._known.intersection_update(queues)
+            for heap in self._heaps:
+                heap[:] = [entry for entry in heap if entry[1] in self._known]
+                heapq.heapify(heap)
+
+    def candidates(self, queues: Collection[Key]) -> list[Key]:
         """Return the forward key and the backward key that are furthest behind, as far as there are any."""
+        self.prune(queues)
         found = []
         for heap in self._heaps:
             while heap and heap[0][1] not in queues:
@@ -45,6 +55,11 @@ class FurthestBehind:
             if heap:
                 found.append(heap[0][1])
         return found
+
+
+def too_many(keys: set[Key], queues: Collection[Key]) -> bool:
+    """Return whether most of many keys have no queue. Removing them then costs O(1) a request on average."""
+    return len(keys) > 2 * len(queues) + 64
 
 
 class Index:

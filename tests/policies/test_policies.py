@@ -391,6 +391,26 @@ def test_an_overloaded_executor_keeps_no_answered_requests(spec: str, kind: Kind
     assert kept < 10 * clients
 
 
+@pytest.mark.parametrize(
+    "spec", ["opportunistic:adaptive=false", "opportunistic:wait_ms=0,adaptive=false", "lockstep", "temporal"]
+)
+def test_keys_that_do_not_come_again_are_forgotten(spec: str) -> None:
+    """A tenant chooses the layers of its requests. Here the client never thinks, and no key comes last in the order."""
+    scheduler, now, steps = Scheduler(make_policy(spec), layers=2000, max_rows=64), 0.0, 500
+    scheduler.client_joined("mallory")
+    for step in range(steps):
+        for n, key in enumerate([Key((0, 1000 + step), Pass.FORWARD), Key((1, 1999 - step), Pass.FORWARD)]):
+            scheduler.submit(Request(2 * step + n, "mallory", key, 1, Kind.DECODE, now))
+        for _ in range(2):
+            batch = scheduler.next_action(now)
+            assert isinstance(batch, Batch)
+            now += 0.01
+            scheduler.completed(batch, 0.01, now)
+    assert not scheduler.policy_errors
+    gc.collect()
+    assert sum(type(each) is Key and each.layers[-1] >= 1000 for each in gc.get_objects()) < steps / 2
+
+
 class TestFurthestBehind:
     def test_forward_and_backward_are_separate(self) -> None:
         w = world_of(NoLockstep(), "a", layers=4)
