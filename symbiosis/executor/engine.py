@@ -126,7 +126,9 @@ class Engine:
 
     def reset_counters(self) -> None:
         """Count from zero."""
-        self.counters = Counters()
+        with self._lock:
+            slo, service = self.scheduler.accounts()
+            self.counters = Counters(slo_before=dict(slo), service_before=dict(service))
 
     def statistics(self) -> Statistics:
         """Return what has run so far."""

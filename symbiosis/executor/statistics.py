@@ -255,6 +255,9 @@ class Counters:
     run_times: _Durations = field(default_factory=_Durations)
     rejections: Counter[str] = field(default_factory=Counter)
     apart: _Durations = field(default_factory=_Durations)
+    slo_before: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    service_before: Mapping[str, float] = field(default_factory=dict)
+    """What the policy had counted when these counts began."""
     _left: dict[str, _ClientCounts] = field(default_factory=dict)
     """Counts of forgotten clients, by tenant."""
     _joint: tuple[str, ...] = ()
@@ -380,21 +383,27 @@ class Counters:
 
         Args:
             names: those of the layer table.
-            slo: tokens of each client that were made within their latency targets, and later.
-            service: of each tenant, where the policy counts it.
+            slo: the policy's count of tokens of each client that were made within their latency targets, and later.
+            service: the policy's count of it for each tenant, if it has one.
         """
         self._share_out()
-        service = service or {}
+        made: dict[str, tuple[int, int]] = {}
+        for name, (on_time, late) in slo.items():
+            before = self.slo_before.get(name, (0, 0))
+            since = max(on_time - before[0], 0), max(late - before[1], 0)  # a policy may forget a client
+            if any(since):
+                made[name] = since
+        given = {name: max(all_ - self.service_before.get(name, 0.0), 0.0) for name, all_ in (service or {}).items()}
         layers: dict[str, LayerStatistics] = {}
         for key, layer in sorted(self.layers.items()):
             name = f"{group_name([names[index] for index in key.layers])} {_PASSES[_number_of(key)]}"
-            before = layers.get(name, _NONE)  # keys of one bank of experts that differ in choices have the same name
+            same = layers.get(name, _NONE)  # keys of one bank of experts that differ in choices have the same name
             layers[name] = LayerStatistics(
-                before.requests + layer.requests,
-                before.batches + layer.batches,
-                before.members + layer.members,
-                before.rows + layer.rows,
-                before.wait_s + layer.wait_s,
+                same.requests + layer.requests,
+                same.batches + layer.batches,
+                same.members + layer.members,
+                same.rows + layer.rows,
+                same.wait_s + layer.wait_s,
             )
         tenants: dict[str, _ClientCounts] = {}
         for part in (self._left, self.clients):
@@ -402,7 +411,7 @@ class Counters:
                 _of_tenant(tenants, name, MAX_CLIENTS).add(client)
         kept: Counter[str] = Counter()
         missed: Counter[str] = Counter()
-        for name, (on_time, late) in slo.items():
+        for name, (on_time, late) in made.items():
             tenant = tenant_of(name) if tenant_of(name) in tenants else OTHER
             kept[tenant] += on_time
             missed[tenant] += late
@@ -417,9 +426,9 @@ class Counters:
             run_s=self.run_times.seconds,
             reasons=dict(self.reasons),
             layers=layers,
-            clients={name: client.snapshot(len(names), slo.get(name, (0, 0))) for name, client in self.clients.items()},
+            clients={name: one.snapshot(len(names), made.get(name, (0, 0))) for name, one in self.clients.items()},
             tenants={
-                name: client.snapshot(len(names), (kept[name], missed[name]), service.get(name, 0.0))
+                name: client.snapshot(len(names), (kept[name], missed[name]), given.get(name, 0.0))
                 for name, client in tenants.items()
             },
             waits=dict(self.waits),

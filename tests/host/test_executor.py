@@ -104,6 +104,23 @@ async def test_statistics(base: Any) -> None:
         assert executor.statistics() == empty
 
 
+async def test_a_reset_covers_what_the_policy_counts(base: Any) -> None:
+    async with symbiosis.Executor(base, policy="fair+co-serving:slo_ms=10000") as executor:
+        async with executor.client(name="alice") as client:
+            tokens: Any = {"input_ids": IDS[:1], "min_new_tokens": 8, "max_new_tokens": 8, "do_sample": False}
+            await client.generate(**tokens)
+            before = executor.statistics().tenants
+            assert set(before) == {"alice"}
+            assert before["alice"].slo_kept == 7
+            executor.reset_statistics()
+            assert executor.statistics().tenants == {}
+            await client.generate(**tokens)
+            after = executor.statistics().tenants
+        assert set(after) == {"alice"}
+        assert after["alice"].slo_kept == 7
+        assert after["alice"].service == pytest.approx(before["alice"].service)
+
+
 async def test_lockstep_puts_all_clients_in_every_batch(base: Any) -> None:
     """Four equal clients that start together walk together."""
     async with symbiosis.Executor(base, policy=Lockstep()) as executor:
