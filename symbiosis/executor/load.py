@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 LOAD_S = 5.0
@@ -20,14 +21,17 @@ class RecentLoad:
 
     seconds: float = 0.0
     """Seconds that batches have taken for their rows so far."""
-    _last: float = 0.0
+    _last: float = -math.inf
     """When the latest batch has ended."""
     _marks: tuple[tuple[float, float], tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0))
-    """Two pairs of a time and the seconds counted by then, at least LOAD_S apart; the later one first."""
+    """Two pairs of a time and the seconds counted by then, the later one first: at least LOAD_S apart,
+    or both from the first batch after a pause of that length."""
 
     def ran(self, rows: int, seconds: float, now: float) -> None:
         """Count a batch that has ended at time ``now`` (seconds)."""
-        if now - self._marks[0][0] >= LOAD_S:
+        if now - self._last >= LOAD_S:
+            self._marks = ((now, self.seconds),) * 2
+        elif now - self._marks[0][0] >= LOAD_S:
             self._marks = (now, self.seconds), self._marks[0]
         self.seconds += seconds * rows / (rows + FEW_ROWS)
         self._last = now
