@@ -113,9 +113,12 @@ class Service(Protocol):
             ExecutorClosedError: the executor was closed.
         """
 
-    def reserve(self, tenants: Callable[[], Collection[str]]) -> None:
-        """Reserve the names of tenants whom a listener authenticates. ``tenants`` returns the names at the time of the
-        call."""
+    def reserve(self, listener: Listener, tenants: Callable[[], Collection[str]]) -> None:
+        """Reserve the names of tenants whom a listener authenticates, until it is closed. ``tenants`` returns the names
+        at the time of the call."""
+
+    def closed(self, listener: Listener) -> None:
+        """Note that a listener was closed. Has no effect the second time."""
 
     def check_name(self, client: str) -> None:
         """Raise RefusedError if a client that is not authenticated has the name of a tenant whom a listener

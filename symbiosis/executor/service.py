@@ -80,8 +80,8 @@ class ExecutorService:
         self.taps: list[Callable[[Session], Session]] = []
         self._share: Share | None = None
         self._identity: Identity | None = None
-        self._reserved: list[Callable[[], Collection[str]]] = []
-        """Each returns names of tenants that are authenticated."""
+        self._reserved: dict[Listener, Callable[[], Collection[str]]] = {}
+        """Functions that return the names of tenants that a listener authenticates."""
         self._activity: dict[str, Any] = {}
         self._activity_until = 0.0
         self._started: float | None = None
@@ -174,19 +174,24 @@ class ExecutorService:
             tapped = tap(tapped)
         return tapped
 
-    def reserve(self, tenants: Callable[[], Collection[str]]) -> None:
-        self._reserved.append(tenants)
+    def reserve(self, listener: Listener, tenants: Callable[[], Collection[str]]) -> None:
+        self._reserved[listener] = tenants
+
+    def closed(self, listener: Listener) -> None:
+        if listener in self.listeners:
+            self.listeners.remove(listener)
+        self._reserved.pop(listener, None)
 
     @property
     def keyed_tenants(self) -> set[str]:
         """Names of the tenants that have keys."""
-        return {name for tenants in self._reserved for name in tenants()}
+        return {name for tenants in self._reserved.values() for name in tenants()}
 
     def check_name(self, client: str) -> None:
         tenant = tenant_of(client)
         if client == JOINT:
             raise RefusedError(f"the name {client!r} is the executor's own; choose another one")
-        if any(tenant in tenants() for tenants in self._reserved):
+        if any(tenant in tenants() for tenants in self._reserved.values()):
             raise RefusedError(f"the name {client!r} is for a tenant with a key; choose another one")
 
     @property

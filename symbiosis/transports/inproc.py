@@ -71,6 +71,7 @@ class InProcListener:
         _listeners.pop(self.address, None)
         for channel in list(self._channels):
             channel.end(ExecutorClosedError.of(self.address))
+        self._service.closed(self)
 
 
 class InProcChannel:

@@ -395,3 +395,4 @@ class StreamListener(Generic[L]):
             for line in list(self.lines):
                 line.end(ExecutorClosedError.of(self.address))
         self.share.close()
+        self.service.closed(self)

@@ -105,7 +105,7 @@ class TcpListener(StreamListener["TcpLine"]):
         self.address = f"{address.partition(':')[0]}://{self._endpoint._replace(port=port)}"
         self._sweep()
         if self.keys is not None:
-            self.service.reserve(self.keys.tenants)
+            self.service.reserve(self, self.keys.tenants)
         encrypted = self.keys is not None and carries_tensors(address)
         log.info("listening", address=self.address, encrypted=encrypted)
 

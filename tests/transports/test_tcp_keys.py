@@ -283,6 +283,24 @@ async def test_a_tenant_cannot_use_the_session_of_another(base: Any, keys: Path)
         await until(lambda: not executor.status()["clients"])
 
 
+@pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
+async def test_a_closed_listener_leaves_nothing(base: Any, keys: Path, tmp_path: Path, scheme: str) -> None:
+    address, options = {
+        "inproc": ("inproc://another", {}),
+        "shm": (f"shm://{tmp_path}/a.sock", {}),
+        "tcp": (LOCAL, {"keys": keys}),
+    }[scheme]
+    async with symbiosis.Executor(base) as executor:
+        before = executor.status()["addresses"]
+        for _ in range(2):
+            listener = await executor.listen(address, **options)
+            assert executor.status()["addresses"] == [*before, listener.address]
+            await listener.close()
+            await listener.close()
+            assert executor.status()["addresses"] == before
+            executor.service.check_name("alice")  # a name without a key again
+
+
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 async def test_a_client_without_a_key_cannot_have_the_name_of_a_tenant_with_one(
     base: Any, keys: Path, tmp_path: Path, scheme: str
