@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,7 +14,8 @@ from symbiosis.executor.load import RecentLoad
 
 MAX_KEYS = 4096
 MAX_CLIENTS = 2048
-"""Largest number of clients with counts of their own, of some 6 KiB each; beyond it the oldest are forgotten."""
+"""Largest number of clients with counts of their own, of some 6 KiB each; beyond it those are forgotten
+that had no request for longest."""
 
 MAX_LEFT = 256
 """Largest number of tenants with counts of their own for what forgotten clients did."""
@@ -247,7 +248,8 @@ class Counters:
     members: int = 0
     rows: int = 0
     layers: dict[Key, _Layer] = field(default_factory=dict)
-    clients: dict[str, _ClientCounts] = field(default_factory=dict)
+    clients: OrderedDict[str, _ClientCounts] = field(default_factory=OrderedDict)
+    """The client with the latest request is last."""
     reasons: Counter[str] = field(default_factory=Counter)
     load: RecentLoad = field(default_factory=RecentLoad)
     waits: dict[str, float] = field(default_factory=dict)
@@ -371,9 +373,11 @@ class Counters:
         client = self.clients.get(name)
         if client is None:
             if len(self.clients) >= MAX_CLIENTS:
-                oldest = next(iter(self.clients))
-                _of_tenant(self._left, oldest, MAX_LEFT).add(self.clients.pop(oldest))
+                oldest, counts = self.clients.popitem(last=False)
+                _of_tenant(self._left, oldest, MAX_LEFT).add(counts)
             client = self.clients[name] = _ClientCounts()
+        else:
+            self.clients.move_to_end(name)
         return client
 
     def snapshot(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
 from symbiosis.core.terms import Kind
+from symbiosis.executor import statistics as statistics_module
 from symbiosis.executor.statistics import Counters, LayerStatistics
 
 
@@ -15,3 +18,14 @@ def test_requests_for_one_bank_with_different_choices_are_added_up() -> None:
     statistics = counters.snapshot(["mlp.experts"], {})
     assert statistics.layers == {"mlp.experts forward": LayerStatistics(3, 3, 3, 15, 0.75)}
     assert statistics.requests == 3
+
+
+def test_a_busy_client_keeps_its_counts_beside_many_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics_module, "MAX_CLIENTS", 3)
+    counters = Counters()
+    for number in range(10):
+        for client in ("alice/job", f"c{number}"):
+            request = Request(number, client, Key((0,), Pass.FORWARD), 1, Kind.PREFILL, 0.0)
+            counters.count(Batch(request.key, [Slice(request, 0, 1)], "full", 1), [request], 0.25, 0.5)
+    found = counters.snapshot(["layer"], {}).clients
+    assert {name: client.requests for name, client in found.items()} == {"c8": 1, "alice/job": 10, "c9": 1}
