@@ -196,6 +196,7 @@ class Engine:
         assert loop is not None
         reply: asyncio.Future[Results] = loop.create_future()
         request = self._request(client, call, kind)
+        self._unpacked.asked(client, call.key)
         # A tenant's modes must not reach base layers, and one batch runs at a time.
         if (
             in_modes()
@@ -236,6 +237,8 @@ class Engine:
         request = self._request(client, call, kind)
         with self._lock:
             batch = self.scheduler.offer_alone(request, request.arrived)
+            if batch is not None:  # the client may have left
+                self._unpacked.asked(client, call.key)
         return None if batch is None else self._run_lone(batch, call)
 
     def _is_far_ahead(self) -> bool:
@@ -284,9 +287,8 @@ class Engine:
             self._decide(loop)
 
     def _request(self, client: str, call: Call, kind: Kind) -> Request:
-        key, rows, arrived = call.key, call.tensors[0].shape[0], now()
-        self._unpacked.asked(client, key)
-        return Request(next(self._ids), client, key, rows, kind, arrived, joint=call.joint)
+        rows, arrived = call.tensors[0].shape[0], now()
+        return Request(next(self._ids), client, call.key, rows, kind, arrived, joint=call.joint)
 
     def _pump_soon(self) -> None:
         """Ask the scheduler again once everything that is ready on the event loop has run."""

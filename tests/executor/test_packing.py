@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import symbiosis
+from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.executor import packing
 from symbiosis.executor.packing import PackedWeight
@@ -150,6 +152,23 @@ async def test_clients_of_other_processes_count_too(base: Any, tmp_path: Path) -
             await client.train_step({"input_ids": IDS, "labels": IDS}, adamw(client.model))
             assert kept(base) == WITH_GRADIENTS
         await until(lambda: kept(base) == 0)
+
+
+async def test_a_call_of_a_client_that_has_left_keeps_no_weights(base: Any) -> None:
+    """A thread of the client may call while the event loop closes it."""
+    async with symbiosis.Executor(base, packed=True) as executor:
+        spec, service = executor.layers[0], executor.service
+
+        def back() -> Call:
+            return Call(Key((0,), Pass.BACKWARD), Kind.FINETUNE, (torch.zeros(4, spec.out_features),))
+
+        service.join("late", local=True).close()
+        assert executor.engine.at_once("late", back(), Kind.FINETUNE) is None
+        session = service.join("other", local=True)
+        await session.submit(back())
+        assert kept(base) == 1
+        session.close()
+        assert kept(base) == 0
 
 
 async def test_the_usual_layout_counts_like_the_memory_of_clients(base: Any, tmp_path: Path) -> None:
