@@ -33,7 +33,8 @@ class NoisePool(Scheme):
     """K noise vectors for each key, used in rotation; the executor computes their effects.
 
     Args:
-        size: number K of vectors for each key (layers that are requested together, and a direction).
+        size: number K of vectors for each key (layers that are requested together, and a direction). One call has all
+            of them as rows, so it is at most the executor's limit ``rows``.
         refresh: rows that each vector masks before new vectors replace the pool. They are requested ahead of time.
         scale: ratio of the noise's amplitude to the rms of the largest row.
         accuracy: largest error of results, instead of a scale, relative to the result of the request's largest row.
