@@ -39,7 +39,10 @@ def generate(
         typer.Option(help="File of prompts: one a line (-: standard input), or .jsonl as for finetune --data."),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Talk with the model, by its chat template; an empty line ends.")
+        bool,
+        typer.Option(
+            "--chat", help="Talk with the model, by its chat template; an empty line ends it, and Ctrl-C an answer."
+        ),
     ] = False,
     system: Annotated[
         str | None, typer.Option(help="System message at the beginning of a chat, and of --prompts with messages.")
@@ -188,6 +191,7 @@ class _Writer:
     def __init__(self, model: Any, tokenizer: Any, positions: int | None, options: dict[str, Any], end: str) -> None:
         self.tokenizer = tokenizer
         self._model = model
+        self._streamer: Any = None
         self._positions = positions
         pads = tokenizer.pad_token_id, tokenizer.eos_token_id
         self._options = {name: value for name, value in options.items() if value is not None}
@@ -220,6 +224,7 @@ class _Writer:
 
         class Streamer(TextStreamer):  # type: ignore[misc]  # transformers is not typed
             held = ""  # the end of the text so far that may be the beginning of one of ``ends``
+            said = ""
             ended = False
 
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -228,6 +233,7 @@ class _Writer:
                 self.ended = self.ended or shown != whole
                 held = 0 if self.ended or stream_end else _begun_end(shown, ends)
                 self.held = shown[len(shown) - held :]
+                self.said += shown[: len(shown) - held]
                 super().on_finalized_text(visible(shown[: len(shown) - held]), stream_end)
 
         most = wanted = self._options["max_new_tokens"]
@@ -235,6 +241,7 @@ class _Writer:
             most = min(wanted, self._positions + 1 - len(ids))  # the last token is not read
         prompt = torch.tensor([ids])
         streamer = Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if shown else None
+        self._streamer = streamer
         made = self._model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
@@ -244,6 +251,13 @@ class _Writer:
         if made.shape[1] - len(ids) == most < wanted:
             console(stderr=True).print(f"the text ends where the model's {self._positions} positions end")
         return _before(str(self.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)), ends)
+
+    def interrupted(self) -> str:
+        """Show the rest of a text that was interrupted, and return what there is of it."""
+        if self._streamer is None:
+            return ""
+        self._streamer.end()
+        return str(self._streamer.said)
 
 
 def _before(text: str, ends: Sequence[str]) -> str:
@@ -278,7 +292,8 @@ def _to_file(
 
 
 def _chat(writer: _Writer, messages: list[dict[str, str]]) -> None:
-    """Answer the lines of standard input, in a conversation that begins with these messages."""
+    """Answer the lines of standard input, in a conversation that begins with these messages. Ctrl-C ends an answer;
+    the conversation has what there was of it."""
     out = console(stderr=True)
     while True:
         out.print("[bold]you:[/] ", end="")
@@ -288,7 +303,10 @@ def _chat(writer: _Writer, messages: list[dict[str, str]]) -> None:
         messages.append({"role": "user", "content": line})
         ids = chat_prompt(writer.tokenizer, messages)
         writer.check(ids, "the conversation")
-        answer = writer.write(ids, shown=True)
+        try:
+            answer = writer.write(ids, shown=True)
+        except KeyboardInterrupt:  # the conversation goes on
+            answer = writer.interrupted()
         messages.append({"role": "assistant", "content": answer})
 
 

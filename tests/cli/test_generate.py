@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from symbiosis.cli import generate
 from symbiosis.cli.data import PromptFormat
@@ -220,6 +220,28 @@ def test_chat_remembers_the_conversation(service: Service, tmp_path: Path, monke
     assert len(seen) == 2
     assert len(seen[1]) > len(seen[0])
     assert seen[1][: len(seen[0])] == seen[0]
+
+
+def test_an_interrupted_answer_stays_in_the_conversation(
+    service: Service, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = watch_prompts(monkeypatch)
+    put, came = TextStreamer.put, []
+
+    def interrupt(self: Any, value: Any) -> None:
+        put(self, value)
+        came.append(value)
+        if len(came) == 4:  # the prompt and three tokens
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TextStreamer, "put", interrupt)
+    done = chat(service, "hi\nmore\n\n", "--max-new-tokens", "6")
+    assert done.exit_code == 0, done.stderr
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    said = tokenizer.decode(torch.cat([one.flatten() for one in came[1:4]]), skip_special_tokens=True)
+    assert said
+    assert tokenizer.decode(seen[1]) == f"{tokenizer.decode(seen[0])}{said}<end><user>more<assistant>"
+    assert done.stdout.splitlines()[0] == said
 
 
 def test_an_adapter_chats_as_it_has_learned(
