@@ -73,6 +73,7 @@ class Client:
         self._seed = seed
         self._device = None if device is None else torch.empty(0, device=device).device  # with the number of the GPU
         self._model: Any = None
+        self._connecting = False
         self._channel: Channel | None = None
         self._requester = Requester(masked=masked)
         self._thread = ClientThread(name, beside_others)
@@ -92,9 +93,18 @@ class Client:
 
     async def open(self) -> Client:
         """Connect, build this client's part of the model and put the adapter on it."""
-        if self._channel is not None or self.closed:
+        opened_before = self._connecting or self._channel is not None or self.closed
+        if opened_before:
             raise UsageError(f"client {self.name!r} was opened before; make a new one")
-        self._channel = channel = await self._connect(self.name)
+        self._connecting = True
+        try:
+            channel = await self._connect(self.name)
+        finally:
+            self._connecting = False
+        if self.closed:  # meanwhile
+            channel.close()
+            raise self._closed_error()
+        self._channel = channel
         try:
             self._requester.open(channel, LoopWaiter(self._thread))
             device = self._device or channel.device

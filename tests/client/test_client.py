@@ -21,9 +21,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import symbiosis
 from symbiosis.client.cores import end_helpers
-from symbiosis.errors import SplitError, UsageError
+from symbiosis.errors import ClientClosedError, ExecutorClosedError, SplitError, UsageError
 from symbiosis.testing import tiny_model
-from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, ia3, lora, parameters
+from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, ia3, lora, parameters, until
 
 
 @pytest.fixture
@@ -426,6 +426,37 @@ async def test_an_adapter_loaded_for_comparison_leaves_trainable_what_was(
         await client.train_step(BATCH, adamw(model))
         client.load_adapter(tmp_path)  # in place of its own, which is then not trainable
         assert not any(parameter.requires_grad for name, parameter in model.named_parameters() if ".default." in name)
+
+
+@pytest.mark.parametrize("config", [None, lora()], ids=["bare", "lora"])
+@pytest.mark.parametrize("what", ["client", "connection"])
+async def test_a_client_that_is_closed_while_it_opens_leaves(base: Any, tmp_path: Path, config: Any, what: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/s")
+        async with symbiosis.connect(listener.address) as served:
+            client = served.client(config)
+            opening = asyncio.create_task(client.open())
+            await asyncio.sleep(0)  # it has begun
+            await (client if what == "client" else served).close()
+            with pytest.raises(ClientClosedError, match="is closed"):
+                await opening
+            await until(lambda: not executor.status()["clients"])
+
+
+async def test_a_client_is_opened_once(base: Any, tmp_path: Path) -> None:
+    """Also where the first ``open`` has not returned yet. One that fails can be repeated."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/s")
+        served = symbiosis.connect(listener.address)
+        client = served.client()
+        with pytest.raises(ExecutorClosedError, match="is not open"):
+            await client.open()
+        async with served:
+            _, second = await asyncio.gather(client.open(), client.open(), return_exceptions=True)
+            assert isinstance(second, UsageError)
+            with pytest.raises(UsageError, match="was opened before"):
+                await client.open()
+            assert list(executor.status()["clients"]) == [client.name]
 
 
 async def test_closed_clients_of_a_connection_are_forgotten(
