@@ -196,7 +196,7 @@ class WindowedStep:
         self._model = model
         self._core = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._prune = prune
-        _check_model(model, self._core)
+        _check_model(model, self._core, batch)
         self._batch = dict(batch)
         self._labels, length = self._take_labels()
         if (most := depends_on_length(self._core.config)) is not None and length > most:
@@ -387,7 +387,7 @@ def _adapter(model: Any) -> Any:
     return model.active_peft_config if hasattr(model, "get_base_model") else None
 
 
-def _check_model(model: Any, core: Any) -> None:
+def _check_model(model: Any, core: Any, batch: Mapping[str, Any]) -> None:
     name = type(core).__name__
     config = _adapter(model)
     kind = "" if config is None else getattr(config.peft_type, "value", config.peft_type)
@@ -407,7 +407,8 @@ def _check_model(model: Any, core: Any) -> None:
         raise UsageError(
             f"{name} takes no cache of keys and values, so it cannot be run in windows; leave `window` out"
         )
-    if core.loss_function is not ForCausalLMLoss or getattr(config, "output_router_logits", False):
+    router_loss = batch.get("output_router_logits") or getattr(config, "output_router_logits", False)
+    if core.loss_function is not ForCausalLMLoss or router_loss:
         raise UsageError(_OTHER_LOSS.format(name))
 
 

@@ -23,6 +23,7 @@ from symbiosis.testing import ARCHITECTURES, tiny_model
 from symbiosis.testing.zoo import random_model, zoo_inputs, zoo_model
 from symbiosis.training import windows
 from tests.helpers import BATCH, CAUSAL, GRADIENTS, IDS, METHODS, adamw, crowd, lora, prefix, until
+from tests.moe import mixture
 
 LENGTH = 19
 TEXTS = torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -488,6 +489,14 @@ async def test_models_that_need_the_whole_sequence(name: str) -> None:
         with pytest.raises(UsageError, match=rf"{expected}.*leave `window` out"):
             await client.train_step(batch(), adamw(client.model), window=5)
         await client.train_step(batch(), adamw(client.model))
+
+
+async def test_a_router_loss_that_the_batch_asks_for() -> None:
+    adapter = lora(target_modules=["q_proj"])
+    async with symbiosis.Executor(mixture("olmoe")) as executor, executor.client(adapter) as client:
+        with pytest.raises(UsageError, match=r"the loss of OlmoeForCausalLM is not .*leave `window` out"):
+            await client.train_step({**batch(), "output_router_logits": True}, adamw(client.model), window=5)
+        await client.train_step({**batch(), "output_router_logits": False}, adamw(client.model), window=5)
 
 
 async def test_texts_short_enough_for_positions_that_depend_on_the_length() -> None:
