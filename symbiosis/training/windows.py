@@ -211,6 +211,9 @@ class WindowedStep:
             model._adjust_prompt_learning_kwargs(prompt, kwargs=self._batch)  # positions come after the prefix
         self._cache = _cache(self._core, self._before + length)
         self._prefix: list[tuple[WindowLayer, torch.Tensor, torch.Tensor]] = []
+        self._embeds: torch.Tensor | None = self._batch.get("inputs_embeds")
+        if self._embeds is not None:  # what has computed them runs backward once
+            self._batch["inputs_embeds"] = self._embeds.detach().requires_grad_(self._embeds.requires_grad)
         self._device = self._labels.device
         self._states: list[tuple[torch.Tensor, ...]] = []
         self._after: tuple[torch.Tensor, ...] | None = None
@@ -276,8 +279,12 @@ class WindowedStep:
         return loss
 
     def rest(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the tensors of a trainable prefix and their gradients, for a last backward after all windows."""
+        """Return the tensors of a trainable prefix, and trainable embeddings, with their gradients, for a last backward
+        after all windows."""
         tensors, gradients = [], []
+        if self._embeds is not None and self._embeds.requires_grad:
+            tensors.append(self._embeds)
+            gradients.append(self._batch["inputs_embeds"].grad)
         for layer, *prefix in self._prefix:
             for tensor, gradient in zip(prefix, layer.gradients(), strict=True):
                 if gradient is not None:

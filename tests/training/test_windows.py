@@ -230,6 +230,30 @@ async def test_embeddings_instead_of_tokens() -> None:
     assert difference(gradients, expected[1]) <= GRADIENTS
 
 
+@pytest.mark.parametrize("method", ["lora", "prefix"])
+async def test_embeddings_that_are_trained(method: str) -> None:
+    """A part of the tenant's own computes the embeddings, and runs backward once, after the last window."""
+    model, config = quiet("llama"), undropped(method, "llama")
+    texts, part = model.get_input_embeddings()(TEXTS).detach(), torch.nn.Linear(32, 32, bias=False)
+    torch.nn.init.eye_(part.weight)
+    labels = batch()["labels"]
+
+    def gradients() -> dict[str, torch.Tensor]:
+        found = {name: p.grad.clone() for name, p in part.named_parameters() if p.grad is not None}
+        part.zero_grad()
+        return found
+
+    expected = plain(model, config, {"inputs_embeds": part(texts), "labels": labels})
+    of_part = gradients()
+    async with symbiosis.Executor(model) as executor, executor.client(copy.deepcopy(config), seed=0) as client:
+        step = Gradients(client.model)
+        inputs = {"inputs_embeds": part(texts), "labels": labels}
+        loss = await client.train_step(inputs, step, window=5)  # type: ignore[arg-type]
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    assert difference(step.found, expected[1]) <= GRADIENTS
+    assert difference(gradients(), of_part) <= GRADIENTS
+
+
 async def test_bf16() -> None:
     """The gradients are as close to fp32 as those of plain PEFT in bf16 (mean over tensors of the relative error)."""
     long = {"input_ids": torch.randint(3, 64, (1, 200)), "labels": torch.randint(3, 64, (1, 200))}
