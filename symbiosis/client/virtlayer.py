@@ -250,7 +250,9 @@ class _VirtLinear(VirtLayer):
         if pass_ is Pass.FORWARD and self._rounds_twice(x):
             pass_ = Pass.FORWARD_WITHOUT_BIAS
         y = self._call(x, pass_)
-        return y if pass_ is Pass.FORWARD else y + cast(torch.Tensor, self.bias)
+        if pass_ is not Pass.FORWARD:
+            y = (y + cast(torch.Tensor, self.bias)).to(y.dtype)  # the bias may be wider
+        return y
 
     def _rounds_twice(self, x: torch.Tensor) -> bool:
         """Return whether the plain layer rounds the product of x [..., i] before it adds the bias."""

@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen2Config, Qwen2ForCausalLM, TorchAoConfig
 
 import symbiosis
 from symbiosis.core.requests import Key, Pass
@@ -258,8 +258,6 @@ def test_rows_do_not_depend_on_one_another(checkpoint: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_bias_of_ones_own(kind: str, tmp_path: Path) -> None:
     """The base layer leaves its own bias out before it rounds."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_key_value_heads=2, **sizes))
     with torch.no_grad():
@@ -276,6 +274,31 @@ async def test_a_bias_of_ones_own(kind: str, tmp_path: Path) -> None:
         (y,) = layer.run(Key((0,), Pass.FORWARD_WITHOUT_BIAS), (x,))
     wanted = x.float() @ dequantized(layer.module).float().t()
     assert (y.float() - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+async def test_a_trained_bias_beside_products_in_fp32(tmp_path: Path) -> None:
+    """Linear4bit keeps its bias in the dtype that it computes in. Its results have that of the model."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_key_value_heads=2, **sizes))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    config = LoraConfig(task_type=CAUSAL, r=4, target_modules=["q_proj"], bias="lora_only")
+    torch.manual_seed(0)
+    tuned = get_peft_model(plain(tmp_path, "bitsandbytes NF4"), copy.deepcopy(config)).train()
+    optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=1.0)
+    expected = []
+    for _ in range(3):
+        loss = tuned(**BATCH).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    async with symbiosis.Executor(load(tmp_path, "bitsandbytes NF4")) as executor:
+        async with executor.client(config, seed=0) as client:
+            optimizer = torch.optim.SGD([p for p in client.model.parameters() if p.requires_grad], lr=1.0)
+            found = [await client.train_step(BATCH, optimizer) for _ in range(3)]
+    assert found[0] == expected[0]
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_quantized_weight_cannot_be_allowed_to_leave(checkpoint: Path) -> None:
