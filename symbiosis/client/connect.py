@@ -26,6 +26,8 @@ from symbiosis.errors import ExecutorClosedError, ShareError, UsageError
 if TYPE_CHECKING:
     from peft import PeftConfig
 
+    from symbiosis.client.joint.decoder import JointDecoder
+
 _numbers = itertools.count(1)
 _MAX_CLIENTS = 1024
 """Clients whose walks are counted."""
@@ -68,7 +70,8 @@ class Base:
         self._clients: list[Client] = []
         self._walks: dict[str, Counter[str]] = {}
         check_mode(joint)
-        self._joint = make_decoder(joint, self._connect_joint, lambda client: True, self._walked)
+        self._joint_mode = joint
+        self._joint = self._make_decoder()
 
     async def __aenter__(self) -> Base:
         self._look = await asyncio.to_thread(self._transport.look, self.address)
@@ -82,8 +85,9 @@ class Base:
         self._look = None
         while self._clients:
             await self._clients.pop().close()
-        if self._joint is not None:
-            await self._joint.close(ExecutorClosedError.of(self.address))
+        joint, self._joint = self._joint, self._make_decoder()  # the base may be opened again
+        if joint is not None:
+            await joint.close(ExecutorClosedError.of(self.address))
 
     def client(
         self,
@@ -132,6 +136,9 @@ class Base:
         self._clients = [each for each in self._clients if not each.closed]  # which hold their models
         self._clients.append(client)
         return client
+
+    def _make_decoder(self) -> JointDecoder | None:
+        return make_decoder(self._joint_mode, self._connect_joint, lambda client: True, self._walked)
 
     async def _connect_joint(self) -> Channel:
         return await self._transport.connect(self.address, f"{new_name()}-joint")

@@ -575,6 +575,17 @@ async def test_clients_of_one_process_are_walked_together_over_a_transport(trans
         assert_equal(out, expected_of(plain_base, number))
 
 
+async def test_a_connection_that_is_opened_again(tmp_path: Path) -> None:
+    async with Executor(model_of("llama")) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/joint.sock")
+        served = symbiosis.connect(listener.address)
+        for turn in ("first", "again"):
+            one, two = served.client(name=f"one-{turn}"), served.client(name=f"two-{turn}")
+            async with served, one, two:
+                while "joint" not in served.walks().get(one.name, {}):
+                    await asyncio.gather(generate(one), generate(two))
+
+
 async def test_a_model_that_cannot_be_walked_jointly_costs_no_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
