@@ -145,6 +145,9 @@ class Client:
     def _closed_error(self) -> ClientClosedError:
         return ClientClosedError(f"client {self.name!r} is closed; its model cannot be used any more")
 
+    def _not_open(self) -> UsageError:
+        return UsageError(f"client {self.name!r} is not open yet; use `async with executor.client(...) as client:`")
+
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open" if self._model is not None else "not open yet"
         return f"<Client {self.name!r}: {state}>"
@@ -152,7 +155,7 @@ class Client:
     @property
     def model(self) -> Any:
         if self._model is None:
-            raise UsageError(f"client {self.name!r} is not open yet; use `async with executor.client(...) as client:`")
+            raise self._not_open()
         return self._model
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -254,9 +257,9 @@ class Client:
     def wrap_channel(self, wrap: Callable[[Channel], C]) -> C:
         """Send calls through a channel around the present one, such as a recorder of all that leaves this client. The
         client walks alone from now on."""
+        self._open_channel()
         channel = self._requester.channel
-        if channel is None:
-            raise self._closed_error()
+        assert channel is not None
         if self._seat is not None:
             self._seat.leave(UsageError(f"client {self.name!r} is in the middle of an operation"))
         wrapped = wrap(channel)
@@ -302,8 +305,10 @@ class Client:
             self._turn.release()
 
     def _open_channel(self) -> Channel:
-        if self.closed or self._channel is None:
+        if self.closed:
             raise self._closed_error()
+        if self._channel is None:
+            raise self._not_open()
         return self._channel
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -278,6 +278,16 @@ async def test_names_and_representation(executor: symbiosis.Executor) -> None:
     assert repr(alice) == "<Client 'alice': closed>"
 
 
+async def test_a_client_that_is_not_open_yet(executor: symbiosis.Executor) -> None:
+    client = executor.client()
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(UsageError, match="is not open yet"):
+        client.wrap_channel(Mock())
+    for operation in (client.precompute(), client.backward(loss), client.run(int), client.forward(input_ids=IDS)):
+        with pytest.raises(UsageError, match="is not open yet"):
+            await operation
+
+
 async def test_clients_may_share_one_configuration(executor: symbiosis.Executor) -> None:
     """PEFT writes into a PeftConfig object, so clients that are given the same object use copies or equal values."""
     config = lora()
