@@ -19,7 +19,8 @@ import pytest
 
 COMMAND = [sys.executable, "-m", "symbiosis"]
 COMMAND_S = 240.0
-"""Seconds for one command. Two executors that start beside other tests on two cores have taken more than 120."""
+"""Seconds for one command, or for one event. Two executors that start beside other tests on two slow cores have taken
+more than 120."""
 
 
 class Nodes:

@@ -24,7 +24,7 @@ import symbiosis
 from symbiosis.cli.cluster_config import read_plan
 from symbiosis.errors import BrokenError, ConnectionLostError
 from symbiosis.transports.keys import new_key
-from tests.cluster.nodes import COMMAND, Nodes, processes, started, until
+from tests.cluster.nodes import COMMAND, COMMAND_S, Nodes, processes, started, until
 from tests.helpers import IDS
 from tests.service import WORDS, Service, free_port, save_model
 from tests.transports.test_chaos import Tenant
@@ -35,7 +35,7 @@ pytest.importorskip("ray", reason="needs the extra symbiosis-peft[ray]")
 KILLS = int(os.environ.get("CLUSTER_KILLS", "4"))
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.timeout(240 + 40 * KILLS),
+    pytest.mark.timeout(3 * COMMAND_S + 40 * KILLS),
     pytest.mark.filterwarnings("ignore"),  # of Ray and what it imports
 ]
 
@@ -86,7 +86,7 @@ def test_tenants_go_on_when_processes_and_nodes_are_killed(nodes: Nodes, tmp_pat
                 (process if victim == "executor" else process.parent()).kill()
         jobs = [tenant.finish() for tenant in tenants]
         assert all(jobs)
-    until(lambda: all(each["state"] == "serving" for each in nodes.executors()), 60)
+    until(lambda: all(each["state"] == "serving" for each in nodes.executors()), COMMAND_S)
 
     with symbiosis.open_model(address, key=key, retry=4.0) as opened:
         assert opened(IDS).logits.isfinite().all()
@@ -112,10 +112,10 @@ def test_commands(nodes: Nodes, tmp_path: Path) -> None:
     assert "no symbiosis cluster is up" in nodes.symbiosis("cluster", "status", status=1).stderr
     file, address = config(tmp_path, model, *lines)
     with subprocess.Popen([*COMMAND, "cluster", "up", str(file)], env=nodes.environment) as interrupted:
-        until(lambda: processes("serve"), 60)
+        until(lambda: processes("serve"), COMMAND_S)
         interrupted.send_signal(signal.SIGINT)
-        assert interrupted.wait(60) == 130
-    until(lambda: not processes("serve"), 20)
+        assert interrupted.wait(COMMAND_S) == 130
+    until(lambda: not processes("serve"), COMMAND_S)
     assert nodes.symbiosis("cluster", "up", str(file)).stdout == f"llama: {address}\n"
     assert "change it with scale" in nodes.symbiosis("cluster", "up", str(file), status=1).stderr
     with contextlib.ExitStack() as stack:
@@ -171,14 +171,14 @@ def test_a_job_resumes_at_another_node(nodes: Nodes, tmp_path: Path) -> None:
             text=True,
         )
         with job:
-            until(lambda: (tmp_path / "lost" / "checkpoint-10" / "trainer_state.json").exists(), 60)
+            until(lambda: (tmp_path / "lost" / "checkpoint-10" / "trainer_state.json").exists(), COMMAND_S)
             (process,) = processes("symbiosis.terminal.child", "finetune")
             before = nodes.of(process)
             nodes.kill(before)
             assert not process.is_running()
-            found = until(lambda: processes("symbiosis.terminal.child", "finetune"), 60)
+            found = until(lambda: processes("symbiosis.terminal.child", "finetune"), COMMAND_S)
             assert nodes.of(found[0]) is not before
-            out, _ = job.communicate(timeout=100)
+            out, _ = job.communicate(timeout=COMMAND_S)
         assert job.returncode == 0, out
         assert "in 120 steps" in out
         assert losses_in(tmp_path / "lost") == losses_in(tmp_path / "expected")
@@ -208,7 +208,7 @@ def test_the_example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def run(line: str) -> str:
         return subprocess.run(
-            shlex.split(line), env=environment, stdout=subprocess.PIPE, text=True, timeout=100, check=True
+            shlex.split(line), env=environment, stdout=subprocess.PIPE, text=True, timeout=COMMAND_S, check=True
         ).stdout
 
     with subprocess.Popen(shlex.split(start), env=environment, stdout=subprocess.PIPE, text=True) as ray:
@@ -220,17 +220,17 @@ def test_the_example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             assert run(up) == f"llama: {address}\n"
             assert run(status).count("serving") == 2
             with subprocess.Popen(shlex.split(submit), env=environment, stdout=subprocess.PIPE, text=True) as job:
-                until(lambda: list(tmp_path.glob("t/adapter/checkpoint-*")), 60)
+                until(lambda: list(tmp_path.glob("t/adapter/checkpoint-*")), COMMAND_S)
                 state = json.loads(run(f"{status} --json"))["models"]["llama"]["executors"]
                 os.kill(state[0]["pid"], signal.SIGKILL)
                 run(drain)
-                out, _ = job.communicate(timeout=100)
+                out, _ = job.communicate(timeout=COMMAND_S)
             assert job.returncode == 0
             assert "adapter in" in out
             run(down)
             left = psutil.Process(ray.pid).children(recursive=True)
         finally:
             ray.send_signal(signal.SIGINT)
-            ray.wait(30)
+            ray.wait(COMMAND_S)
             shutil.rmtree(folder, ignore_errors=True)
     assert not psutil.wait_procs(left, timeout=20)[1]
