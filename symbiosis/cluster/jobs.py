@@ -25,6 +25,8 @@ from symbiosis.terminal import child
 RESTARTS = 10
 """Times that a run may be lost before the job fails."""
 LOOK_EVERY_S = 0.5
+AGENT_S = 120.0
+"""Seconds for a Ray that has just started to take jobs."""
 
 
 class FineTuning:
@@ -71,10 +73,15 @@ def submit(dashboard: str, job: dict[str, Any]) -> str:
         UsageError: there are no jobs at that URL.
     """
     command = shlex.join([sys.executable, "-m", __spec__.name, json.dumps(job)])
-    try:
-        return str(_client(dashboard).submit_job(entrypoint=command))
-    except (ConnectionError, RuntimeError) as error:
-        raise UsageError(f"no jobs of Ray at {dashboard}: {error}; install ray[default] on the head node") from error
+    until = time.monotonic() + AGENT_S
+    while True:
+        try:
+            return str(_client(dashboard).submit_job(entrypoint=command))
+        except (ConnectionError, RuntimeError) as error:
+            if "try again later" not in str(error) or time.monotonic() > until:  # Ray has no type for this error
+                why = f"no jobs of Ray at {dashboard}: {error}; install ray[default] on the head node"
+                raise UsageError(why) from error
+        time.sleep(LOOK_EVERY_S)
 
 
 def wait(dashboard: str, job: str, tell: Callable[[str], object]) -> tuple[bool, str]:
