@@ -25,8 +25,6 @@ from symbiosis.terminal import child
 RESTARTS = 10
 """Times that a run may be lost before the job fails."""
 LOOK_EVERY_S = 0.5
-AGENT_S = 120.0
-"""Seconds for a Ray that has just started to take jobs."""
 
 
 class FineTuning:
@@ -73,15 +71,10 @@ def submit(dashboard: str, job: dict[str, Any]) -> str:
         UsageError: there are no jobs at that URL.
     """
     command = shlex.join([sys.executable, "-m", __spec__.name, json.dumps(job)])
-    until = time.monotonic() + AGENT_S
-    while True:
-        try:
-            return str(_client(dashboard).submit_job(entrypoint=command))
-        except (ConnectionError, RuntimeError) as error:
-            if "try again later" not in str(error) or time.monotonic() > until:  # Ray has no type for this error
-                why = f"no jobs of Ray at {dashboard}: {error}; install ray[default] on the head node"
-                raise UsageError(why) from error
-        time.sleep(LOOK_EVERY_S)
+    try:
+        return str(_client(dashboard).submit_job(entrypoint=command))
+    except (ConnectionError, RuntimeError) as error:
+        raise UsageError(f"no jobs of Ray at {dashboard}: {error}; install ray[default] on the head node") from error
 
 
 def wait(dashboard: str, job: str, tell: Callable[[str], object]) -> tuple[bool, str]:

@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("ray", reason="needs the extra symbiosis-peft[ray]")
 
 from symbiosis.cluster import jobs
-from symbiosis.errors import UsageError
 
 
 @pytest.fixture
@@ -100,22 +99,3 @@ def test_a_lost_sweep_that_overwrites_resumes_no_earlier_run(ran: list[list[str]
         begin(output / name)
     jobs.FineTuning().run(lost, earlier)
     assert ran == [given, given, ["--sweep", "s.toml", "--resume"]]
-
-
-def test_a_ray_that_has_just_started_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Any] = [RuntimeError("No available agent to submit job, please try again later."), "job-1"]
-
-    def submit_job(entrypoint: str) -> Any:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(jobs, "_client", lambda dashboard: SimpleNamespace(submit_job=submit_job))
-    monkeypatch.setattr(jobs, "LOOK_EVERY_S", 0.0)
-    assert jobs.submit("http://head:8265", {}) == "job-1"
-    for within, message in ((120.0, "no such entrypoint"), (-1.0, "please try again later")):
-        monkeypatch.setattr(jobs, "AGENT_S", within)
-        answers[:] = [RuntimeError(message)]
-        with pytest.raises(UsageError, match=f"no jobs of Ray at http://head:8265: {message}"):
-            jobs.submit("http://head:8265", {})
