@@ -35,7 +35,9 @@ class Nodes:
 
         options = {} if host is None else {"node_ip_address": host}
         self._options = {"num_cpus": 2, **options}
-        head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": 0, **options}
+        # With the usual ports, only one of two heads on this machine would take jobs.
+        ports = {"dashboard_port": 0, "dashboard_agent_listen_port": None}
+        head = {"num_cpus": 0, "include_dashboard": True, **ports, **options}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.environment = {
             **os.environ,
