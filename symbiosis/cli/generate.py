@@ -224,7 +224,7 @@ class _Writer:
 
         class Streamer(TextStreamer):  # type: ignore[misc]  # transformers is not typed
             held = ""  # the end of the text so far that may be the beginning of one of ``ends``
-            said = ""
+            said = ""  # the text that was shown
             ended = False
 
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -240,12 +240,11 @@ class _Writer:
         if self._positions is not None:
             most = min(wanted, self._positions + 1 - len(ids))  # the last token is not read
         prompt = torch.tensor([ids])
-        streamer = Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if shown else None
-        self._streamer = streamer
+        self._streamer = Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if shown else None
         made = self._model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
-            streamer=streamer,
+            streamer=self._streamer,
             **{**self._options, "max_new_tokens": most},
         )
         if made.shape[1] - len(ids) == most < wanted:

@@ -397,7 +397,7 @@ class Counters:
             since = max(on_time - before[0], 0), max(late - before[1], 0)  # a policy may forget a client
             if any(since):
                 made[name] = since
-        given = {name: max(all_ - self.service_before.get(name, 0.0), 0.0) for name, all_ in (service or {}).items()}
+        given = {name: max(now - self.service_before.get(name, 0.0), 0.0) for name, now in (service or {}).items()}
         layers: dict[str, LayerStatistics] = {}
         for key, layer in sorted(self.layers.items()):
             name = f"{group_name([names[index] for index in key.layers])} {_PASSES[_number_of(key)]}"

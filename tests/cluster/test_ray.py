@@ -115,7 +115,7 @@ def test_commands(nodes: Nodes, tmp_path: Path) -> None:
         until(lambda: processes("serve"), COMMAND_S)
         interrupted.send_signal(signal.SIGINT)
         assert interrupted.wait(COMMAND_S) == 130
-    until(lambda: not processes("serve"), COMMAND_S)
+    until(lambda: not processes("serve"), 20)
     assert nodes.symbiosis("cluster", "up", str(file)).stdout == f"llama: {address}\n"
     assert "change it with scale" in nodes.symbiosis("cluster", "up", str(file), status=1).stderr
     with contextlib.ExitStack() as stack:
