@@ -414,7 +414,7 @@ def _check_model(model: Any, core: Any, batch: Mapping[str, Any]) -> None:
         raise UsageError(
             f"{name} takes no cache of keys and values, so it cannot be run in windows; leave `window` out"
         )
-    router_loss = batch.get("output_router_logits") or getattr(config, "output_router_logits", False)
+    router_loss = batch.get("output_router_logits") or getattr(config.get_text_config(), "output_router_logits", False)
     if core.loss_function is not ForCausalLMLoss or router_loss:
         raise UsageError(_OTHER_LOSS.format(name))
 
