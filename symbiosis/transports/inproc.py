@@ -68,7 +68,8 @@ class InProcListener:
         """Do nothing: clients of this process have no limits."""
 
     async def close(self) -> None:
-        _listeners.pop(self.address, None)
+        if _listeners.get(self.address) is self:
+            del _listeners[self.address]
         for channel in list(self._channels):
             channel.end(ExecutorClosedError.of(self.address))
         self._service.closed(self)

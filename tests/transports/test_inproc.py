@@ -177,3 +177,14 @@ async def test_a_tenant_cannot_fill_the_executors_memory_with_groups_of_siblings
             session.expects(Key(group, Pass.FORWARD))
         assert executor.service._expected.cache_info().currsize <= KEYS  # type: ignore[attr-defined]
         session.close()
+
+
+async def test_a_listener_that_is_closed_twice_leaves_the_next_one_of_its_name(executor: symbiosis.Executor) -> None:
+    old = await executor.listen("inproc://name")
+    await old.close()
+    new = await executor.listen("inproc://name")
+    await old.close()
+    channel = await make_transport("inproc://name").connect("inproc://name", "c")
+    await channel.send(call())
+    channel.close()
+    await new.close()
