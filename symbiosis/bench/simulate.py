@@ -69,7 +69,11 @@ def simulate(
         typer.Option(help="Costs of base layers: a GPU by its data sheet, or measured here on a preset."),
     ] = "a100",
     model: Annotated[
-        str, typer.Option(help="Model on a GPU: llama-3.1-8b, llama-2-13b, qwen2.5-14b, qwen2.5-32b or gemma-2-27b.")
+        str,
+        typer.Option(
+            help="Model on a GPU: llama-3.1-8b, llama-2-13b, qwen2.5-14b, qwen2.5-32b, gemma-2-27b, or a folder with a "
+            "config.json."
+        ),
     ] = "llama-3.1-8b",
     preset: Annotated[PresetName, typer.Option(help="With --machine here: model to measure.")] = PresetName.TINY,
     base_layers: LayersOption = "linear",

@@ -36,7 +36,9 @@ def generate(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="File of prompts: one a line (-: standard input), or .jsonl as for finetune --data."),
+        typer.Option(
+            help="File of prompts: one a line (-: standard input), or .jsonl with prompt, instruction or messages."
+        ),
     ] = None,
     chat: Annotated[
         bool,
@@ -53,13 +55,20 @@ def generate(
         float, typer.Option(min=0, help="Sampling temperature; 0 always takes the likeliest token.")
     ] = 0.0,
     top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this total probability.")
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Sample from the likeliest tokens of this total probability; needs --temperature."
+        ),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from so many likeliest tokens.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Sample from so many likeliest tokens; needs --temperature.")
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text before which the generation ends; repeat for several.")
     ] = None,
-    number: Annotated[int, typer.Option("--n", min=1, help="Texts for each prompt.")] = 1,
+    number: Annotated[
+        int, typer.Option("--n", min=1, help="Texts for each prompt; more than one need --temperature.")
+    ] = 1,
     output: Annotated[
         Path | None, typer.Option(help="Write the texts to this file (-: standard output), as JSON lines.")
     ] = None,

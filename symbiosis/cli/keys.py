@@ -55,10 +55,13 @@ def new(
 
 @app.command("list")
 def list_keys(keys: FolderOption = Path("keys")) -> None:
-    """List the tenants that are admitted."""
-    from symbiosis.transports.keys import SERVER
+    """List the tenants that are admitted, and the key files that do not count."""
+    from symbiosis.transports.keys import Keyring
 
-    names = sorted(file.stem for file in keys.glob("*.public") if file.stem != SERVER)
+    ring = Keyring(keys)
+    names = sorted(ring.names().values())
+    for file, problem in ring.broken.items():
+        console(stderr=True).print(f"{escape(file)} is ignored: {escape(problem)}", soft_wrap=True)
     if not names:
         raise UsageError(f"{keys} has no keys of tenants; make one with `symbiosis keys new NAME --keys {keys}`")
     for name in names:

@@ -199,7 +199,8 @@ class Training:
             return
         evaluated = self._trainer.control.should_evaluate
         if evaluated and has_checkpoint(self._output):  # a checkpoint of this step would lack its evaluation
-            text = f"ended in an error while step {step} was evaluated; the same command with --resume continues"
+            self._save()
+            text = f"ended in an error while step {step} was evaluated; adapter in {self._output}; {self._again()}"
             out.print(text, soft_wrap=True)
             return
         checkpoint = self._output / f"checkpoint-{step}"

@@ -46,8 +46,8 @@ def connect(address: str, *, privacy: str | Privacy | None = None, joint: str = 
         privacy: how the rows of its clients are masked by default; see :meth:`symbiosis.Executor.client`.
         joint: how its clients that decode are walked together; see :class:`symbiosis.Executor`. Clients with terms of
             their own, and clients whose rows are masked, walk alone.
-        **options: of the transport. All transports have ``retry``: seconds to wait for an executor that was lost, 60 by
-            default.
+        **options: of the transport. All transports between processes have ``retry``: seconds to wait for an executor
+            that was lost, 60 by default.
 
     Raises:
         UnknownNameError: no transport or privacy scheme has this name.

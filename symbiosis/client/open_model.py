@@ -85,8 +85,8 @@ def open_model(
         device: device of the client's part of the model; by default one of the same type (CPU, CUDA) as the executor's.
         priority, slo_ms, ttft_ms, kind: what this client asks for; see :meth:`symbiosis.Base.client`.
         privacy: how the rows that leave this process are masked; see :meth:`symbiosis.Executor.client`.
-        **options: of the transport. All transports have ``retry``: seconds to wait for an executor that was lost, 60 by
-            default.
+        **options: of the transport. All transports between processes have ``retry``: seconds to wait for an executor
+            that was lost, 60 by default.
     """
     transport = make_transport(address, **options)
     scheme = make_privacy(privacy)

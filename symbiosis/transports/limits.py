@@ -10,9 +10,10 @@ class Limits:
     """Limits of one client, for :meth:`symbiosis.Executor.listen`. All are at least 1.
 
     Args:
-        calls: outstanding calls. A client that reaches this limit, or that of rows, is not read until it is below.
-        rows: outstanding rows.
-        arena_bytes: bytes of the memory that carries the client's tensors.
+        calls: outstanding calls. A client that exceeds this limit is not read until it is within it.
+        rows: outstanding rows. A client that exceeds this limit, or the next one, is disconnected.
+        arena_bytes: bytes of the memory that carries the client's tensors. An executor lowers it to an eighth of what
+            its ``max_bytes`` leaves for the memory of connections.
         clients: open clients of one tenant at one address, over ``tcp://`` and ``dist://``. Status
             connections are counted apart: up to 64, or up to ``clients`` if that is more.
     """

@@ -82,7 +82,10 @@ def test_keys(tmp_path: Path) -> None:
         "server.public",
         "server.secret",
     ]
-    assert run("keys", "list", folder=tmp_path).stdout == "alice\n"
+    (tmp_path / "keys" / "eve.public").write_text("junk\n")
+    done = run("keys", "list", folder=tmp_path)
+    assert done.stdout == "alice\n"
+    assert "eve.public is ignored: " in done.stderr
     done = run("keys", "new", "alice", folder=tmp_path)
     assert done.returncode == 1
     assert "alice.secret exists" in done.stderr

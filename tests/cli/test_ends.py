@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from symbiosis.cli import finetune, training
 from symbiosis.cli.folder import damage_of
@@ -294,7 +295,9 @@ def test_an_evaluation_that_an_executor_did_not_answer_is_made_again(
         patched.setattr(training._Trainer, "evaluate", lost)
         done = command(*given)
     assert done.exit_code == 1
-    assert "while step 4 was evaluated; the same command with --resume continues" in done.output
+    saved = f"adapter in {made}; --resume continues from the last checkpoint"
+    assert f"while step 4 was evaluated; {saved}" in done.output
+    assert load_file(made / "adapter_model.safetensors")
     assert [one.name for one in made.glob("checkpoint-*")] == ["checkpoint-2"]
     told = [tmp_path / "told.json", tmp_path / "whole.json"]
     assert command(*given, "--resume", "--json", str(told[0])).exit_code == 0
