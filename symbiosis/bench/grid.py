@@ -75,6 +75,11 @@ class GridResult:
     bound: Bound
     outcomes: dict[str, LoadOutcome]
 
+    def tuned(self, policy: str) -> float:
+        """Return a policy's fine-tuning as a part of the bound's; not a number if none seems possible."""
+        tokens = self.outcomes[policy].finetune_per_s
+        return tokens / (self.bound.finetune_per_s or math.nan) if tokens else 0.0
+
     def best(self, besides: str) -> tuple[float, float]:
         """Return the best SLO attainment of the other policies, and the most fine-tuning of those that are close."""
         others = [outcome for policy, outcome in self.outcomes.items() if policy != besides]
@@ -209,9 +214,7 @@ def means(rows: Sequence[GridResult]) -> dict[str, dict[str, Any]]:
     bound's; and the number of loads on which it holds (:meth:`GridResult.holds`)."""
     found: dict[str, dict[str, Any]] = {}
     for policy in rows[0].outcomes:
-        tuned = [
-            row.outcomes[policy].finetune_per_s / max(row.bound.finetune_per_s, 1e-9) for row in rows if row.cell.tuning
-        ]
+        tuned = [part for row in rows if row.cell.tuning and not math.isnan(part := row.tuned(policy))]
         found[policy] = {
             "slo": fmean(row.outcomes[policy].slo_attainment for row in rows),
             "regret": fmean(row.bound.slo_attainment - row.outcomes[policy].slo_attainment for row in rows),
@@ -235,7 +238,7 @@ def plot(file: Path, rows: Sequence[GridResult]) -> None:
         mine = [row for row in tuned if row.cell.load == name]
         for number, policy in enumerate(tuned[0].outcomes):
             axis.scatter(
-                [row.outcomes[policy].finetune_per_s / max(row.bound.finetune_per_s, 1e-9) for row in mine],
+                [row.tuned(policy) for row in mine],
                 [row.outcomes[policy].slo_attainment for row in mine],
                 s=[80 * row.cell.part for row in mine],
                 marker="o^sDvP*X"[number % 8],

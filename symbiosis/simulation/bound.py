@@ -37,8 +37,9 @@ class _Prompt:
 def bound(costs: Costs, load: ReplayedLoad, slo: SLO) -> Bound:
     """Return the SLO attainment and the fine-tuning that seem possible.
 
-    Rows of prompts and tokens cost what they add to batches that run anyway, on an executor without overhead. Tokens
-    are made exactly at the pace of the SLO. Both are lower bounds of what a policy needs.
+    Rows of prompts and tokens cost what they add to batches that run anyway, on an executor without overhead, which is
+    a lower bound of what a policy needs. Tokens are made exactly at the pace of their SLO. A policy may postpone
+    tokens, since the SLO is the mean of a text, and so keep a few prompts more.
 
     Prompts run one after another, the earliest target first. Where a target would be missed, the longest prompt since
     the executor was last idle is never served (Moore and Hodgson, 1968). That is best for prompts that arrive together;
@@ -61,7 +62,8 @@ def bound(costs: Costs, load: ReplayedLoad, slo: SLO) -> Bound:
         prompts.remove(max(played.late, key=lambda prompt: prompt.work))
     rows = load.rows * load.tuning
     step = sum(_seconds(costs, key, rows) for key in (*costs.walk, *costs.back)) if rows else 1.0
-    return Bound(len(prompts) / count, rows / step * played.spare / max(played.seconds, 1e-9))
+    spare = played.spare / played.seconds if prompts else 1.0
+    return Bound(len(prompts) / count, rows / step * spare)
 
 
 def _added(costs: Costs, key: Key, rows: int) -> float:
@@ -87,7 +89,8 @@ def _played(costs: Costs, prompts: list[_Prompt], step: float) -> _Played:
     row = sum(_added(costs, key, 1) for key in costs.walk)
     waiting: list[tuple[float, int, float]] = []
     busy: list[_Prompt] = []
-    decoding: list[float] = []
+    decoding: list[tuple[float, float]] = []
+    """The end of each text that decodes, and the seconds of the executor that its tokens take in a step."""
     now, spare, coming = 0.0, 0.0, 0
     while coming < len(prompts) or waiting or decoding:
         if not (waiting or decoding) and prompts[coming].at > now:
@@ -96,8 +99,8 @@ def _played(costs: Costs, prompts: list[_Prompt], step: float) -> _Played:
         while coming < len(prompts) and prompts[coming].at < now + step:
             heapq.heappush(waiting, (prompts[coming].due, coming, prompts[coming].work))
             coming += 1
-        decoding = [end for end in decoding if end > now]
-        left = max(step - len(decoding) * row, 0.0)
+        decoding = [(end, taken) for end, taken in decoding if end > now]
+        left = max(step - sum(taken for _, taken in decoding), 0.0)
         while waiting and left > 0:
             due, number, work = heapq.heappop(waiting)
             prompt = prompts[number]
@@ -108,7 +111,7 @@ def _played(costs: Costs, prompts: list[_Prompt], step: float) -> _Played:
                 left = 0.0
             else:
                 left -= work
-                decoding.append(now + step - left + prompt.tokens * prompt.pace)
+                decoding.append((now + step - left + prompt.tokens * prompt.pace, row * step / prompt.pace))
             if now + step - left > max(due, prompt.at + step):
                 return _Played(busy)
         if not waiting:

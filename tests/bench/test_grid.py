@@ -43,6 +43,12 @@ def test_means() -> None:
     }
 
 
+def test_loads_without_possible_fine_tuning_are_not_in_the_mean() -> None:
+    whole = row(mine=(0.9, 50.0))
+    busy = GridResult(whole.cell, Bound(0.5, 0.0), {"mine": outcome(0.5, 20.0)})
+    assert means([whole, busy])["mine"]["tuning"] == 0.5
+
+
 def test_cells() -> None:
     assert len(list(cells([], 3, 0, 0))) == 2 * 6 * 3 * 2 * 3
     assert [cell.load for cell in cells(["code:variation=3"], 1, 0, 0)] == ["code:variation=3"] * 12

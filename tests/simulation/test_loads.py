@@ -159,6 +159,32 @@ def test_prompts_that_cannot_all_be_in_time() -> None:
     assert found.slo_attainment == pytest.approx(0.4)
 
 
+def test_a_patient_tenants_tokens_take_their_own_pace() -> None:
+    """The bound of targets twice as long is that of a factor of 2."""
+    patient = [Arrival(0.01 * at, 5, 200, at, slo=2.0) for at in range(150)]
+    found = bound(costs(), ReplayedLoad(patient, tuning=1, rows=64), SLO(20, 50))
+    plain = ReplayedLoad([arrival._replace(slo=1.0) for arrival in patient], tuning=1, rows=64)
+    expected = bound(costs(), plain, SLO(40, 100))
+    assert 0 < expected.slo_attainment < 1
+    assert found.slo_attainment == pytest.approx(expected.slo_attainment, abs=0.02)
+    assert found.finetune_per_s == pytest.approx(expected.finetune_per_s, rel=0.1)  # other steps
+
+
+def test_if_no_prompt_can_be_in_time_fine_tuning_has_the_executor() -> None:
+    found = bound(costs(), ReplayedLoad([Arrival(0.0, 1000, 5)] * 5, tuning=1, rows=100), SLO(100, 100))
+    assert found == (0.0, pytest.approx(100 / 0.088))
+
+
+def test_clients_without_a_pace_take_whole_conversations() -> None:
+    trace = [Arrival(0.0, 10, 2, 0), Arrival(0.1, 10, 2, 1), *[Arrival(0.0, 10, 2, 0, pause=1.0)] * 3]
+    first, second = ReplayedLoad(trace, clients=2, paced=False).by_client()
+    assert next(first).conversation == 0
+    assert [arrival.conversation for arrival in second] == [1]
+    assert [arrival.conversation for arrival in first] == [0, 0, 0]
+    found = replay(Opportunistic, costs(), ReplayedLoad(trace, clients=2, paced=False), SLO(100, 1000))
+    assert found.slo_attainment == 1
+
+
 def test_short_prompts_that_share_batches_are_within_the_bound() -> None:
     load = ReplayedLoad([Arrival(0.0, 16, 3)] * 20)
     slo = SLO(75, 100)
