@@ -104,7 +104,6 @@ def test_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        (["serve", "nowhere", "--listen", "shm:///tmp/x.sock"], "there is no folder nowhere, and "),
         (["serve", "./nowhere", "--listen", "shm:///tmp/x.sock"], "there is no folder ./nowhere"),
         (["serve", str(Path(__file__).parent), "--listen", "shm:///tmp/x.sock"], "has no config.json"),
         (["serve", "nowhere", "--listen", "shm:///tmp/x.sock"], "no folder of this name, so it is a hub id"),
@@ -121,12 +120,22 @@ def test_keys(tmp_path: Path) -> None:
         (["finetune", "shm:///tmp/x.sock", "--data", "none.txt", "--output", "out"], "cannot be read"),
     ],
 )
-def test_a_command_that_fails_prints_the_reason(command: list[str], reason: str, tmp_path: Path) -> None:
+def test_a_command_that_fails_prints_the_reason(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch, command: list[str], reason: str, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
     if "MODEL" in command:
         command[1] = str(save_model(tmp_path / "model"))
-    done = run(*command, folder=tmp_path)
-    assert done.returncode == 1
+    done = runner.invoke(app, command)
+    assert done.exit_code == 1
     assert reason in done.stderr.replace("\n", " ")
+    assert isinstance(done.exception, SystemExit)
+
+
+def test_a_process_that_fails_prints_the_reason(tmp_path: Path) -> None:
+    done = run("serve", "nowhere", "--listen", "shm:///tmp/x.sock", folder=tmp_path)
+    assert done.returncode == 1
+    assert "there is no folder nowhere, and " in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr
 
 
