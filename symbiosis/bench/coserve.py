@@ -11,6 +11,7 @@ from typing import Any
 from symbiosis.bench.replay import Crowd
 from symbiosis.bench.report import Report
 from symbiosis.bench.settings import Settings
+from symbiosis.errors import UsageError
 from symbiosis.simulation.loads import SHAPES, arrivals
 from symbiosis.simulation.outcome import SLO, LoadOutcome
 from symbiosis.simulation.replay import ReplayedLoad
@@ -36,21 +37,38 @@ async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tup
 
     The headline ``slo_attainment`` is that of co-serving at the heaviest load of the first trace. ``finetune_kept`` is
     its fine-tuning there, relative to fine-tuning without inference. The same of code begins with ``code_``.
+
+    Raises:
+        UsageError: the requests of the trace that are played have one arrival time, or no answer of two tokens.
     """
     preset = settings.preset
+    found = {"trace": trace[:REQUESTS]} if trace else {name: arrivals(SHAPES[name], REQUESTS) for name in SHAPES_PLAYED}
+    loaded = {name: _texts(name, texts, LENGTHS[preset.name]) for name, texts in found.items()}
     report = Report("coserve", preset.name, GOALS)
     base = settings.base()
     rows = preset.batch * preset.sequence
     quiet = ReplayedLoad([Arrival(QUIET_S, 1, 1)], tuning=TUNING, rows=rows)
     tuned = await _play(settings, base, "no-lockstep", quiet, "fine-tuning alone")
-    found = {"trace": trace[:REQUESTS]} if trace else {name: arrivals(SHAPES[name], REQUESTS) for name in SHAPES_PLAYED}
-    for name, texts in found.items():
-        scale = LENGTHS[preset.name]
-        texts = scaled(texts, lengths=scale)
-        if name == "code":
-            texts = [text._replace(tokens=8 * text.tokens) for text in texts]
+    for name, texts in loaded.items():
         await _measure(settings, report, base, name, texts, loads, tuned)
     return report
+
+
+def _texts(name: str, trace: list[Arrival], lengths: float) -> list[Arrival]:
+    """Return the requests of a trace with the lengths that are played."""
+    texts = scaled(trace, lengths=lengths)
+    if name == "code":
+        texts = [text._replace(tokens=8 * text.tokens) for text in texts]
+    if texts[-1].at == texts[0].at:
+        raise UsageError(
+            f"the first {len(texts)} requests of the trace arrive at one time; a load needs two times of arrival"
+        )
+    if all(text.tokens == 1 for text in texts):
+        raise UsageError(
+            f"the first {len(texts)} answers of the trace have one token each with lengths times {lengths:g}, as this "
+            "preset has them; the time from one token to the next needs answers of two"
+        )
+    return texts
 
 
 async def _play(settings: Settings, base: Any, spec: str, load: ReplayedLoad, text: str) -> LoadOutcome:
@@ -73,7 +91,7 @@ async def _measure(
 ) -> None:
     """Add rows and headlines of one trace to a report."""
     rows = settings.preset.batch * settings.preset.sequence
-    one = ReplayedLoad(texts[:4], clients=1, paced=False)
+    one = ReplayedLoad([text for text in texts if text.tokens > 1][:4], clients=1, paced=False)
     alone = await _play(settings, base, "opportunistic", one, f"{name}, one client alone")
     busy = ReplayedLoad(texts, clients=CLIENTS, paced=False)
     peak = await _play(settings, base, "opportunistic", busy, f"{name}, inference without pause")
