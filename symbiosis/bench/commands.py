@@ -350,7 +350,7 @@ def run_all(
 def _trace(file: Path | None) -> Any:
     from symbiosis.simulation.trace import read_trace
 
-    return None if file is None else read_trace(file, 1000)
+    return None if file is None else read_trace(file, 100_000)  # more than any benchmark plays
 
 
 def _on_model(

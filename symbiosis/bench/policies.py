@@ -9,6 +9,7 @@ from statistics import median
 from symbiosis.bench.replay import Crowd
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
+from symbiosis.errors import UsageError
 from symbiosis.simulation.loads import SHAPES, arrivals
 from symbiosis.simulation.outcome import SLO, LoadOutcome
 from symbiosis.simulation.replay import ReplayedLoad
@@ -30,7 +31,15 @@ async def policies(settings: Settings, *, counts: tuple[int, ...], trace: list[A
     """Measure clients with mixed adapters and lengths under several policies.
 
     The settings' policy, if any, replaces opportunistic batching.
+
+    Raises:
+        UsageError: the trace has too few requests for that many clients.
     """
+    if trace and len(trace) < REQUESTS_EACH * max(counts):
+        raise UsageError(
+            f"the trace has {len(trace)} requests, and {max(counts)} clients need {REQUESTS_EACH * max(counts)}; use a "
+            "longer trace, or fewer --clients"
+        )
     preset, rounds = settings.preset, settings.rounds
     report = Report("policies", preset.name, GOALS)
     names = {**NAMES, "opportunistic": settings.policy}
