@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from symbiosis.core.registry import POLICIES, names
-from symbiosis.errors import UsageError
+from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, is_given, writable
 from symbiosis.terminal.loop import run, wait_passively
 
@@ -342,7 +342,8 @@ def run_all(
     for result, options in work.items():
         # Each in a process of its own, so that memory and OpenMP settings of one do not affect the next.
         command = [sys.executable, "-m", "symbiosis", "bench", *options]
-        subprocess.run([*command, "--json", str(folder / f"{result}.json")], check=True)
+        if status := subprocess.run([*command, "--json", str(folder / f"{result}.json")]).returncode:
+            raise SymbiosisError(f"bench {' '.join(options)} ended with status {status}")
         write_page(output)  # after each, so that an interrupted run keeps its results
     console().print(f"wrote {output}")
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from symbiosis.bench.recorder import Measurements, WalkRecorder
 from symbiosis.core.registry import make_policy
 from symbiosis.core.requests import Key, Pass
+from symbiosis.errors import SymbiosisError
 from symbiosis.terminal.loop import run, wait_passively
 
 
@@ -108,15 +109,20 @@ def served(
     packed: bool = True,
 ) -> Iterator[ServingProcess]:
     """Yield an executor in ``shards`` other processes that serves a preset's model, or ``layers`` of it, with weights
-    that are packed or not."""
+    that are packed or not.
+
+    Raises:
+        SymbiosisError: the executor did not start. The message is that of the error in its process, if there is one.
+    """
     with address_for(transport) as address:
         options = {"base_layers": base_layers, "layers": layers, "packed": packed}
         command = _command("serve", preset=preset, address=address, policy=policy, shards=shards, options=options)
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             assert process.stdout is not None
-            if process.stdout.readline() != b"ready\n":
-                raise RuntimeError(f"the executor's process ended with status {process.wait()}")
+            if (line := process.stdout.readline()) != b"ready\n":
+                said = (line + process.stdout.read()).decode().strip()
+                raise SymbiosisError(said or f"the executor's process ended with status {process.wait()}")
             yield ServingProcess(address, process)
         finally:
             process.communicate()
@@ -279,6 +285,10 @@ def _tenant(preset: str, seed: int, length: int | None, rows: int, addresses: li
 if __name__ == "__main__":
     wait_passively()
     if sys.argv[1] == "serve":
-        _serve(**json.loads(sys.argv[2]))
+        try:
+            _serve(**json.loads(sys.argv[2]))
+        except SymbiosisError as error:
+            sys.stdout.write(f"{error}\n")  # in place of "ready", if the executor did not start
+            sys.exit(1)
     else:
         _tenant(**json.loads(sys.argv[2]))

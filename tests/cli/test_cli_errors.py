@@ -57,6 +57,11 @@ def test_benchmarks_whose_result_cannot_be_written(tmp_path: Path) -> None:
     assert "it is a folder" in _error("bench", "schedule", "--rounds", "1", "--clients", "4", "--json", str(tmp_path))
 
 
+def test_all_benchmarks_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    assert _error("bench", "all", "--output", str(tmp_path / "page.md")) == "error: bench wire ended with status 1"
+
+
 @pytest.mark.parametrize("limit", ["arena_bytes=99999999999999999999", "calls=0", "calls", "patience=3"])
 def test_invalid_limits(limit: str) -> None:
     assert f"limit {limit!r}" in _error("serve", "model", "--listen", "shm:///nowhere.sock", "--limit", limit)
