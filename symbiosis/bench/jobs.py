@@ -125,13 +125,21 @@ class PlainJob:
         self._steps = preset.decode_steps
         self._decoding = Decoding(model, preset, device, seed)
 
-    async def decode(self) -> float:
-        """Return the seconds of the preset's decode steps, after a prompt."""
+    async def prefill(self) -> None:
+        """Run the prompt from an empty cache."""
         self.model.eval()
         self._decoding.prefill()
+
+    async def steps(self) -> float:
+        """Return the seconds of the preset's decode steps, after the prompt."""
         start = now(self._device)
         self._decoding.steps(self._steps)
         return now(self._device) - start
+
+    async def decode(self) -> float:
+        """Return the seconds of the preset's decode steps, after a prompt."""
+        await self.prefill()
+        return await self.steps()
 
     async def train(self) -> float:
         """Return the seconds of a training step."""

@@ -40,7 +40,7 @@ class Figures(NamedTuple):
     train_s: float
     """Seconds in which each tenant runs its training steps."""
     bytes: int
-    """Bytes over the loopback interface while they decoded, in both directions."""
+    """Bytes over the loopback interface while they decode, without their prompts, in both directions."""
 
 
 @dataclass
@@ -81,9 +81,12 @@ class JobsInTurn:
 
     async def measure(self, settings: Settings) -> Figures:
         """Decode for all tenants, and then train for all of them."""
-        sent = _loopback()
-        decoded = sum([await self.peer.decode() for _ in range(self.count)])
-        bytes_ = _loopback() - sent
+        decoded, bytes_ = 0.0, 0
+        for _ in range(self.count):
+            await self.peer.prefill()
+            sent = _loopback()
+            decoded += await self.peer.steps()
+            bytes_ += _loopback() - sent
         steps = self.count * settings.preset.train_steps
         return Figures(decoded, sum([await self.peer.train() for _ in range(steps)]), bytes_)
 

@@ -1,7 +1,8 @@
 """Transformers' own tensor parallelism, for comparison with shards: ``tp_plan="auto"`` in two processes, with gloo.
 
 ``python -m symbiosis.bench.tensor_parallel PRESET FOLDER RANK`` is one of the processes. FOLDER has the model of the
-preset, and the process answers each line of its standard input, ``decode`` or ``train``, by the seconds that it took.
+preset, and the process answers each line of its standard input, ``prefill``, ``steps`` or ``train``, by the seconds
+that it took.
 """
 
 from __future__ import annotations
@@ -29,9 +30,13 @@ class TensorParallel:
         """The number of each process."""
         return [process.pid for process in self._processes]
 
-    async def decode(self) -> float:
-        """Return the seconds of the preset's decode steps, after a prompt."""
-        return await self._run("decode")
+    async def prefill(self) -> None:
+        """Run the prompt from an empty cache."""
+        await self._run("prefill")
+
+    async def steps(self) -> float:
+        """Return the seconds of the preset's decode steps, after the prompt."""
+        return await self._run("steps")
 
     async def train(self) -> float:
         """Return the seconds of a training step."""
@@ -77,7 +82,7 @@ async def tensor_parallel(preset: str) -> AsyncIterator[TensorParallel]:
                     )
                 )
             job = TensorParallel(processes)
-            await job.decode()
+            await job.prefill()
             yield job
         finally:
             for process in processes:  # one whose peer has ended would wait for it
@@ -103,9 +108,9 @@ def _main(preset: str, folder: str, rank: str) -> None:
     base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=size.dtype, tp_plan="auto")
     torch.manual_seed(0)
     job = PlainJob(get_peft_model(base, lora(modules=["q_proj", "v_proj"])), size, torch.device("cpu"))
+    work = {"prefill": job.prefill, "steps": job.steps, "train": job.train}
     for line in sys.stdin:
-        seconds = asyncio.run(job.decode() if line == "decode\n" else job.train())
-        sys.stdout.write(f"{seconds}\n")
+        sys.stdout.write(f"{asyncio.run(work[line.strip()]()) or 0.0}\n")
         sys.stdout.flush()
 
 

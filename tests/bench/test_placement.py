@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
+import torch
 
+from symbiosis.bench.models import PRESETS
 from symbiosis.bench.placed import Spent, WorkCosts
+from symbiosis.bench.placement import Figures, JobsInTurn
 from symbiosis.bench.recorder import Curve
+from symbiosis.bench.settings import Settings
 from symbiosis.core.requests import Key, Pass
 from tests.helpers import command
 
@@ -33,6 +40,35 @@ def test_costs_of_one_tenant() -> None:
     alone = Spent(30.0, [(KEY, 1, 1.0)] * 10, 10, batches_s=10.0, executor_s=15.0, tenants_s=20.0)
     costs = WorkCosts.of(alone, alone, {KEY: Curve([(1, 1.0)])})
     assert costs == WorkCosts(2.0, 0.25, 0.25, 0.0, 1.0, 1.0, 30.0)
+
+
+async def test_bytes_of_tensor_parallelism_are_those_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer: Any = Peer()
+    monkeypatch.setattr(psutil, "net_io_counters", lambda **_: {"lo": SimpleNamespace(bytes_sent=peer.sent)})
+    settings = Settings(PRESETS["tiny"], torch.device("cpu"), "", "linear", 1, lambda _: None)
+    steps = 3 * settings.preset.train_steps
+    assert await JobsInTurn(peer, 3).measure(settings) == Figures(decode_s=6.0, train_s=5.0 * steps, bytes=30)
+
+
+class Peer:
+    """A job that sends 1,000 bytes for a prompt and 10 for the tokens after it."""
+
+    sent = 0
+
+    async def prefill(self) -> None:
+        self.sent += 1000
+
+    async def steps(self) -> float:
+        self.sent += 10
+        return 2.0
+
+    async def decode(self) -> float:
+        await self.prefill()
+        return await self.steps()
+
+    async def train(self) -> float:
+        self.sent += 100
+        return 5.0
 
 
 @pytest.mark.thorough
