@@ -83,6 +83,7 @@ async def tensor_parallel(preset: str) -> AsyncIterator[TensorParallel]:
                 )
             job = TensorParallel(processes)
             await job.prefill()
+            await job.steps()
             yield job
         finally:
             for process in processes:  # one whose peer has ended would wait for it
