@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import gc
 import inspect
 import signal
 import threading
@@ -41,12 +40,6 @@ torch.set_num_threads(1)  # the models are tiny; a second thread costs more time
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the slow tests first. At the end, a slow test would occupy one worker while the other workers are idle."""
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("slow", "thorough")))
-
-
-def pytest_collection_finish() -> None:
-    """Leave the objects of imported packages out of garbage collections, of which each Trainer makes some."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")
