@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -283,6 +284,7 @@ def _tenant(preset: str, seed: int, length: int | None, rows: int, addresses: li
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C the command closes their input, which ends them
     wait_passively()
     if sys.argv[1] == "serve":
         try:

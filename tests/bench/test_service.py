@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from symbiosis.bench.service import served
@@ -15,3 +18,9 @@ from symbiosis.errors import SymbiosisError
 def test_an_executor_that_cannot_start_says_why(policy: str, base_layers: str, why: str) -> None:
     with pytest.raises(SymbiosisError, match=why), served("wire", "shm", policy, base_layers):
         pass
+
+
+def test_ctrl_c_ends_the_command_and_not_the_executor_before_its_tenants() -> None:
+    with served("wire", "shm", "lockstep", "linear") as executor:
+        os.kill(executor.pid, signal.SIGINT)
+        assert executor.gap_ms() >= 0
