@@ -525,9 +525,10 @@ def test_commands(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(300)
 def test_bench(tmp_path: Path) -> None:
     file = tmp_path / "privacy.json"
-    done = run("bench", "privacy", "--preset", "tiny", "--rounds", "1", "--json", str(file))
+    done = run("bench", "privacy", "--preset", "tiny", "--rounds", "1", "--json", str(file), within_s=280)
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
     assert [row["scheme"] for row in report["rows"]][:2] == ["none", "noise-pool"]
