@@ -351,7 +351,7 @@ def run_all(
 def _trace(file: Path | None) -> Any:
     from symbiosis.simulation.trace import read_trace
 
-    return None if file is None else read_trace(file, 100_000)  # more than any benchmark plays
+    return None if file is None else read_trace(file)
 
 
 def _on_model(

@@ -76,7 +76,8 @@ class GridResult:
     outcomes: dict[str, LoadOutcome]
 
     def tuned(self, policy: str) -> float:
-        """Return a policy's fine-tuning as a part of the bound's; not a number if none seems possible."""
+        """Return a policy's fine-tuning as a part of the bound's. It is not a number if the policy fine-tunes and none
+        seems possible."""
         tokens = self.outcomes[policy].finetune_per_s
         return tokens / (self.bound.finetune_per_s or math.nan) if tokens else 0.0
 

@@ -29,7 +29,8 @@ class ReplayedLoad:
         clients: number of clients that send them, each one request after another; None for a client per conversation.
             A request that belongs to no conversation is one.
         paced: whether requests arrive at the times of the trace, with conversations dealt to the clients in turn.
-            Otherwise a client that has finished a conversation takes the next one, and nobody pauses.
+            Otherwise requests follow one another without pauses, and a client that has finished a conversation takes
+            the next one.
         tuning: number of clients that fine-tune until the last text is finished.
         rows: tokens of a fine-tuning step.
     """
@@ -51,7 +52,7 @@ class ReplayedLoad:
         dealt = list(conversations.values())
         if not self.paced:
             left = iter(dealt)
-            return [chain.from_iterable(left) for _ in range(count)]  # all clients share one iterator
+            return [chain.from_iterable(left) for _ in range(count)]  # one iterator for all clients
         return [chain.from_iterable(dealt[number::count]) for number in range(count)]
 
     def terms(self, number: int, slo: SLO) -> Terms:

@@ -62,10 +62,6 @@ class Peer:
         self.sent += 10
         return 2.0
 
-    async def decode(self) -> float:
-        await self.prefill()
-        return await self.steps()
-
     async def train(self) -> float:
         self.sent += 100
         return 5.0

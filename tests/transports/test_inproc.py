@@ -185,6 +185,7 @@ async def test_a_listener_that_is_closed_twice_leaves_the_next_one_of_its_name(e
     new = await executor.listen("inproc://name")
     await old.close()
     channel = await make_transport("inproc://name").connect("inproc://name", "c")
-    await channel.send(call())
+    (y,) = await channel.send(call())
+    assert y.shape == (3, 64)
     channel.close()
     await new.close()
