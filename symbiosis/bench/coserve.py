@@ -8,7 +8,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from symbiosis.bench.replay import Crowd
+from symbiosis.bench.replay import Crowd, check_answers
 from symbiosis.bench.report import Report
 from symbiosis.bench.settings import Settings
 from symbiosis.errors import UsageError
@@ -63,11 +63,7 @@ def _texts(name: str, trace: list[Arrival], lengths: float) -> list[Arrival]:
         raise UsageError(
             f"the first {len(texts)} requests of the trace arrive at one time; a load needs two times of arrival"
         )
-    if all(text.tokens == 1 for text in texts):
-        raise UsageError(
-            f"the first {len(texts)} answers of the trace have one token each with lengths times {lengths:g}, as this "
-            "preset has them; the time from one token to the next needs answers of two"
-        )
+    check_answers(texts, lengths)
     return texts
 
 

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from statistics import median
 
-from symbiosis.bench.replay import Crowd
+from symbiosis.bench.replay import Crowd, check_answers
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
 from symbiosis.errors import UsageError
@@ -33,7 +33,7 @@ async def policies(settings: Settings, *, counts: tuple[int, ...], trace: list[A
     The settings' policy, if any, replaces opportunistic batching.
 
     Raises:
-        UsageError: the trace has too few requests for that many clients.
+        UsageError: the trace has too few requests for that many clients, or no answer of two tokens.
     """
     if trace and len(trace) < REQUESTS_EACH * max(counts):
         raise UsageError(
@@ -41,12 +41,15 @@ async def policies(settings: Settings, *, counts: tuple[int, ...], trace: list[A
             "longer trace, or fewer --clients"
         )
     preset, rounds = settings.preset, settings.rounds
+    lengths = LENGTHS[preset.name]
     report = Report("policies", preset.name, GOALS)
     names = {**NAMES, "opportunistic": settings.policy}
     base = settings.base()
     for count in counts:
         found = trace[: REQUESTS_EACH * count] if trace else arrivals(SHAPES["chat"], REQUESTS_EACH * count)
-        load = ReplayedLoad(scaled(found, lengths=LENGTHS[preset.name]), clients=count, paced=False)
+        texts = scaled(found, lengths=lengths)
+        check_answers(texts, lengths)
+        load = ReplayedLoad(texts, clients=count, paced=False)
         async with AsyncExitStack() as stack:
             jobs = {}
             for name, spec in names.items():
@@ -79,7 +82,7 @@ async def policies(settings: Settings, *, counts: tuple[int, ...], trace: list[A
             report.headline[key if count == max(counts) else f"{key}_{count}"] = value
     report.notes.append(
         f"{REQUESTS_EACH} texts for each client; a client that is done takes the next text. Lengths of "
-        f"{'the trace' if trace else 'a generated trace'} times {LENGTHS[preset.name]}; the paper's four LoRAs; "
+        f"{'the trace' if trace else 'a generated trace'} times {lengths}; the paper's four LoRAs; "
         f"medians of {rounds} rounds; base layers {settings.base_layers!r}; joint decoding off. "
         "prefill_vs_none is a ratio of speeds: the inverse of the ratio of times to the first token."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from symbiosis import Client, Executor
 from symbiosis.bench.jobs import Decoding, Tuning
 from symbiosis.bench.models import PAPER_LORA, Preset, lora
+from symbiosis.errors import UsageError
 from symbiosis.simulation.clients import Done
 from symbiosis.simulation.outcome import SLO, LoadOutcome, outcome
 from symbiosis.simulation.replay import ReplayedLoad
@@ -87,6 +88,15 @@ class Crowd:
             await asyncio.gather(*tuning, return_exceptions=True)
             gc.unfreeze()
         return outcome(texts, jobs, seconds, self._executor.statistics().mean_batch, slo)
+
+
+def check_answers(texts: Sequence[Arrival], lengths: float) -> None:
+    """Raise :class:`UsageError` unless an answer of a trace has two tokens, after its lengths were multiplied."""
+    if all(text.tokens == 1 for text in texts):
+        raise UsageError(
+            f"the first {len(texts)} answers of the trace have one token each with lengths times {lengths:g}, as this "
+            "preset has them; the time from one token to the next needs answers of two"
+        )
 
 
 def _text(job: Decoding, tokens: int, done: Done, now: Callable[[], float]) -> None:
