@@ -31,7 +31,7 @@ def top(
     address: AddressArgument,
     key: KeyOption = None,
     insecure: InsecureOption = False,
-    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two updates.")] = 2.0,
+    interval: Annotated[float, typer.Option(min=0.5, max=86_400, help="Seconds between two updates.")] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Show one interval, and exit. Exit status 1 if an executor is away.")
     ] = False,

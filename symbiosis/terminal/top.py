@@ -91,7 +91,7 @@ def _read(value: Any, shape: Any, name: str) -> Any:
 
 
 def _clean(text: object) -> str:
-    return " ".join(visible(str(text)[:LONGEST]).split())
+    return visible(str(text)[:LONGEST]).replace("\n", " ").replace("\t", " ")  # names may differ in their spaces
 
 
 def between(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:

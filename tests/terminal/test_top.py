@@ -91,6 +91,12 @@ def test_a_terminal_obeys_no_text_of_an_executor() -> None:
     assert len(shown(between(read(change("policy", "x" * 9000)), None))) < 5000
 
 
+def test_tenants_whose_names_differ_in_spaces_are_told_apart() -> None:
+    names = {"alice": tenant(), "alice ": tenant(), "al  ice": tenant(), "al ice": tenant()}
+    past = between(read(status(**names)), None)
+    assert past["tenants"].keys() == names.keys()
+
+
 def test_rates_are_those_of_the_interval() -> None:
     before = read(status(at=10.0, alice=tenant(10), bob=tenant(50)))
     alice = tenant(30, members=50, tokens={"decode": 8.0}, slo_kept=3, slo_missed=1, clients=2, held_bytes=7)
