@@ -35,7 +35,8 @@ def audit(
         int, typer.Option(min=8, help="Sets of random traffic to compare with; more sets make smaller finds visible.")
     ] = 12,
     seed: Annotated[
-        int, typer.Option(help="Seed of the model, the adapter and the texts. Masks are never seeded.")
+        int,
+        typer.Option(min=0, max=2**32 - 1, help="Seed of model, adapter and texts. Masks are never seeded."),
     ] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
     plot: Annotated[

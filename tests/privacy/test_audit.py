@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from symbiosis.privacy.audit.costs import SchemeCosts
 from symbiosis.privacy.audit.evidence import Place, Stream, collect, random_traffic
 from symbiosis.privacy.audit.guesses import midrange
 from symbiosis.privacy.audit.limit import Limit, _choices_tail, _student_t
+from symbiosis.privacy.audit.provider import ATTACKS
 from symbiosis.privacy.audit.public import Prior
 from symbiosis.privacy.audit.report import as_data, best, cost_table, markdown, plot, summary, verdict, write_into
 from symbiosis.privacy.audit.result import Audit, Observation
@@ -364,8 +366,33 @@ async def test_noise_vectors_and_rows_are_told_apart_by_more_than_their_number()
             assert {len(stream.noise) for stream in evidence.values()} == {32 if privacy else 0}
 
 
+FEW = replace(SMALL, prompts=2, length=8, repeats=2, steps=1)
+
+
+async def test_each_scheme_and_each_attack_is_judged_by_results_of_its_own() -> None:
+    result = await audit(["none", "none"], FEW, baselines=2, rounds=0)
+    assert [each.scheme for each in result.observations] == ["none", "none #2"]
+    assert result.observations[0].scores == result.observations[1].scores
+    assert list(result.costs) == ["none", "none #2"]
+    assert result.limits.keys() == ATTACKS.keys()
+
+
+async def test_an_audit_that_is_cancelled_ends_before_its_next_attack() -> None:
+    steps: list[str] = []
+
+    def progress(text: str) -> None:
+        steps.append(text)
+        if text == "random traffic, set 1 of 5":
+            task.cancel()
+
+    task = asyncio.ensure_future(audit(["none"], FEW, baselines=5, rounds=0, progress=progress))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert steps[-1] == "random traffic, set 1 of 5"
+
+
 def _audit(bare: dict[str, dict[str, Score]], masked: dict[str, dict[str, Score]], sets: list[Score]) -> Audit:
-    limits = {"as is": {goal: Limit(sets, 1e-5) for goal in bare["as is"]}}
+    limits = {attack: {goal: Limit(sets, 1e-5) for goal in goals} for attack, goals in bare.items()}
     observations = [Observation("none", "", bare), Observation("masks", "", masked)]
     cost = SchemeCosts(1.0, math.nan, 1.0, 0.0, 0.0)
     schemes = {"none": "none", "masks": "masks"}
@@ -394,11 +421,14 @@ def test_attacks_that_find_nothing_in_bare_rows_show_nothing() -> None:
     assert blind.holds("masks") is None
     assert blind.holds("none") is False
     assert blind.missed == {"adapter"}
-    assert "shows nothing" in verdict(blind, "masks")
+    assert "shows nothing of adapter:" in verdict(blind, "masks")
     headings, (_, row) = summary(blind)
     assert row[headings.index("adapter")] == "no power"
     assert as_data(blind)["holds"] == {"none": False, "masks": None}
     assert as_data(blind)["missed_in_bare_rows"] == ["adapter"]
+    other = _audit({"as is": {"adapter": good, "activations": nothing}}, scores, sets)
+    assert other.holds("masks") is None
+    assert "shows nothing of activations:" in verdict(other, "masks")
 
 
 def test_limits_that_no_score_can_exceed_are_marked() -> None:
@@ -421,11 +451,12 @@ def test_limits_that_no_score_can_exceed_are_marked() -> None:
 def test_a_page_without_a_place_for_the_tables(tmp_path: Path) -> None:
     """The error is raised before the work begins."""
     page = tmp_path / "page.md"
-    for why in ("cannot be read", "no place for the tables"):
+    for text, why in ((None, "cannot be read"), (b"nothing\n", "no place for the tables"), (b"\xe4", "cannot be read")):
+        if text is not None:
+            page.write_bytes(text)
         done = CliRunner().invoke(app, ["audit", "--into", str(page)])
-        assert done.exit_code != 0
+        assert done.exit_code == 1
         assert why in " ".join(done.output.split())
-        page.write_text("nothing\n")
 
 
 @pytest.mark.parametrize(

@@ -114,15 +114,18 @@ def _conjugate_gradients(
 
 
 def _truncate(matrix: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the best approximation of a rank, in which most of the noise is cut off."""
-    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    """Return the best approximation of a rank, in which most of the noise is cut off.
+
+    Elements that are not finite count as zero: with too few rows, the least squares may have no solution.
+    """
+    left, values, right = torch.linalg.svd(matrix.nan_to_num(0.0, 0.0, 0.0), full_matrices=False)
     found: torch.Tensor = (left[:, :rank] * values[:rank]) @ right[:rank]
     return found
 
 
 def _score(found: dict[int, torch.Tensor], truth: Truth) -> Score:
-    """Score the ΔW of all layers as one vector. Elements that are not finite count as zero."""
-    vector = torch.cat([delta.flatten() for delta in found.values()]).nan_to_num(0.0, 0.0, 0.0)
+    """Score the ΔW of all layers as one vector."""
+    vector = torch.cat([delta.flatten() for delta in found.values()])
     true = torch.cat([truth.adapter[layer].double().flatten() for layer in found])
     cosine = F.cosine_similarity(vector, true, dim=0).item()
     return Score(cosine, cosine**2 if cosine > 0 else 0.0, ((vector - true).norm() / true.norm()).item())

@@ -109,6 +109,20 @@ def random_traffic(evidence: Evidence, meant: Mapping[Place, torch.Tensor], gene
     }
 
 
+def in_pairs(traffic: Evidence, meant: Mapping[Place, torch.Tensor], generator: torch.Generator) -> Evidence:
+    """Return random traffic in which two rows that follow each other are masked with one vector.
+
+    Args:
+        meant: the tenant's bare rows. What is masked is noise of their size; nothing else of them is used.
+    """
+    paired: Evidence = {}
+    for place, stream in traffic.items():
+        rows = stream.rows[torch.arange(len(stream.rows)) // 2 * 2]
+        bare = torch.randn(rows.shape, generator=generator) * float(meant[place].square().mean().sqrt())
+        paired[place] = stream._replace(rows=rows + bare)
+    return paired
+
+
 def combine_shares(evidences: Sequence[Evidence]) -> Evidence:
     """Return the evidence of executors that collude: the sums of shares, unwrapped."""
     return {

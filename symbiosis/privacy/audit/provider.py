@@ -66,7 +66,7 @@ def attack(
     estimates["difference"] = attacks.difference(evidence, public)
     if not any(len(stream.noise) for stream in evidence.values()):
         del estimates["projection"]
-    found = {name: _scores(each, truth, public) for name, each in estimates.items() if each is not None}
+    found = {name: score(each, truth, public) for name, each in estimates.items() if each is not None}
     best = estimates.get("projection") or estimates["as is"]
     assert best is not None
     found["known text"] = {"adapter": adapter_from_known_text(evidence, best, truth, public)}
@@ -82,7 +82,8 @@ def attack(
     return {name: found[name] for name in ATTACKS if name in found}
 
 
-def _scores(estimates: Estimates, truth: Truth, public: Public) -> dict[str, Score]:
+def score(estimates: Estimates, truth: Truth, public: Public) -> dict[str, Score]:
+    """Score estimates of the bare rows of all places."""
     return {
         "adapter": adapter_from_rows(estimates, truth, public),
         "activations": rows_score(estimates, truth, backward=False),

@@ -31,9 +31,13 @@ def best(observation: Observation, goal: str) -> tuple[str, Score] | None:
 def verdict(audit: Audit, scheme: str) -> str:
     """Return in words what the audit shows about a scheme."""
     holds = audit.holds(scheme)
+    if holds is False:
+        return "does not hold"
+    nothing = "no attack got more from it than from random traffic"
     if holds is None:
-        return "this shows nothing: no attack finds the adapter even in bare rows (try more prompts)"
-    return "no attack got more from it than from random traffic" if holds else "does not hold"
+        goals = ", ".join(goal for goal in GOALS if goal in audit.missed)
+        return f"{nothing}, but this shows nothing of {goals}: nor did one get more from bare rows (try more prompts)"
+    return nothing
 
 
 def summary(audit: Audit) -> tuple[list[str], list[list[str]]]:
@@ -120,7 +124,7 @@ def _table(headings: list[str], rows: list[list[str]]) -> list[str]:
 def write_into(page: Path, audit: Audit) -> None:
     """Put the tables into a page, between its two marks. Raises the error of :func:`split_page`."""
     head, tail = split_page(page)
-    page.write_text(f"{head}{BEGIN}\n\n{markdown(audit)}\n{END}{tail}")
+    page.write_text(f"{head}{BEGIN}\n\n{markdown(audit)}\n{END}{tail}", encoding="utf-8")
 
 
 def split_page(page: Path) -> tuple[str, str]:
@@ -130,9 +134,9 @@ def split_page(page: Path) -> tuple[str, str]:
         UsageError: the page has no such place, or cannot be read.
     """
     try:
-        document = page.read_text()
-    except OSError as error:
-        raise UsageError(f"{page} cannot be read: {error.strerror or error}") from error
+        document = page.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{page} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     head, begin, rest = document.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:

@@ -61,16 +61,13 @@ class Audit:
     def holds(self, scheme: str) -> bool | None:
         """Return whether no attack got more from a scheme's traffic than from random traffic.
 
-        Returns None if the audit shows nothing, because the attacks do not find the adapter in bare rows either.
+        Returns None if no attack got more, but there is a goal at which no attack finds anything in bare rows either.
         """
         for observation in self.observations:
             if observation.scheme == scheme and not observation.collusion and any(observation.found.values()):
                 return False
-        return None if "adapter" in self.missed else True
+        return None if self.missed else True
 
     def limit(self, attack: str, goal: str) -> Limit:
-        """Return the limit of an attack.
-
-        An attack that does not apply to random traffic, such as one on rows that are alike, has the limit of "as is".
-        """
-        return self.limits.get(attack, self.limits["as is"])[goal]
+        """Return the limit of an attack for a goal."""
+        return self.limits[attack][goal]

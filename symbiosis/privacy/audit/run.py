@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,11 @@ import torch
 from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_privacy
 from symbiosis.host import Executor
+from symbiosis.privacy.audit.attacks import difference
 from symbiosis.privacy.audit.costs import SchemeCosts, measure_costs
-from symbiosis.privacy.audit.evidence import Evidence, FirstRequests, collect, combine_shares, random_traffic
+from symbiosis.privacy.audit.evidence import Evidence, FirstRequests, collect, combine_shares, in_pairs, random_traffic
 from symbiosis.privacy.audit.limit import FALSE_FINDS, Limit
-from symbiosis.privacy.audit.provider import attack
+from symbiosis.privacy.audit.provider import attack, score
 from symbiosis.privacy.audit.public import Public
 from symbiosis.privacy.audit.result import Audit, Observation
 from symbiosis.privacy.audit.scores import Score
@@ -107,34 +109,38 @@ class _AuditRun:
 
     async def audit(self, schemes: dict[str, Privacy | None], baselines: int, rounds: int) -> Audit:
         bare_traffic = await self._record("none", None)
-        (bare,) = self._attack("none", bare_traffic)
-        random = self._attack_random_traffic(bare_traffic, baselines)
+        (bare,) = await self._attack("none", bare_traffic)
+        random = await self._attack_random_traffic(bare_traffic, baselines)
         observations: list[Observation] = []
         costs: dict[str, SchemeCosts] = {}
         for name, privacy in schemes.items():
             traffic = bare_traffic
             if privacy is None:
-                observations.append(bare)
+                observations.append(replace(bare, scheme=name))
             else:
                 traffic = await self._record(name, privacy)
-                observations += self._attack(name, traffic)
-            self.progress(f"{name}: costs")
+                observations += await self._attack(name, traffic)
+            await self._says(f"{name}: costs")
             ratio = traffic.size / bare_traffic.size
             costs[name] = await measure_costs(privacy, self.plan, self.one, rounds, ratio)
-        attacked = observations if bare in observations else [bare, *observations]
+        attacked = [bare, *(each for each in observations if each.scores is not bare.scores)]
         probability = FALSE_FINDS / sum(len(scores) for each in attacked for scores in each.scores.values())
         limits = {
             attack: {goal: Limit(scores, probability) for goal, scores in goals.items()}
             for attack, goals in random.items()
-            if min(map(len, goals.values())) == baselines
         }
         error = min(score.error for goals in random.values() for score in goals.get("activations", []))
         described = {name: _describe(privacy) for name, privacy in schemes.items()}
         return Audit(self.plan, observations, bare, costs, limits, probability, baselines, error, described)
 
+    async def _says(self, text: str) -> None:
+        """Describe the next step. The audit can be cancelled here, and attacks take seconds without another await."""
+        self.progress(text)
+        await asyncio.sleep(0)
+
     async def _record(self, name: str, privacy: Privacy | None) -> _Traffic:
         """Play the workload under a scheme, and then each text twice with clients that are opened for it."""
-        self.progress(f"{name}: the tenant works")
+        await self._says(f"{name}: the tenant works")
         plan = self.plan
         truth, seen = await record(privacy, plan, self.one, self.two)
         short: list[list[list[Seen]]] = [[], []]
@@ -152,34 +158,38 @@ class _AuditRun:
             sum(tensor.nbytes for calls in seen for call in calls for tensor in (*call.tensors, *(call.results or ()))),
         )
 
-    def _attack(self, name: str, traffic: _Traffic) -> list[Observation]:
+    async def _attack(self, name: str, traffic: _Traffic) -> list[Observation]:
         """Return the attacks of each executor, and of all of them together if there are several."""
         count = len(traffic.evidence)
         observations = []
         for number, (evidence, first) in enumerate(zip(traffic.evidence, traffic.first, strict=True), 1):
             executor = f"executor {number}" if count > 1 else ""
-            self.progress(f"{name}: attacks {executor}")
+            await self._says(f"{name}: attacks {executor}")
             # A share has the mean x / count, so the attacks get it enlarged.
             whole = {place: stream._replace(rows=count * stream.rows) for place, stream in evidence.items()}
             scores = attack(whole, first, traffic.truth, self.public, self.decoys)
             observations.append(Observation(name, executor, scores))
         if count > 1:
-            self.progress(f"{name}: attacks of executors that collude")
+            await self._says(f"{name}: attacks of executors that collude")
             scores = attack(combine_shares(traffic.evidence), None, traffic.truth, self.public, self.decoys)
             observations.append(Observation(name, "both together", scores, collusion=True))
         return observations
 
-    def _attack_random_traffic(self, bare: _Traffic, baselines: int) -> dict[str, dict[str, list[Score]]]:
+    async def _attack_random_traffic(self, bare: _Traffic, baselines: int) -> dict[str, dict[str, list[Score]]]:
         """Return attack → goal → scores on sets of random traffic."""
         found: dict[str, dict[str, list[Score]]] = {}
         for number in range(baselines):
-            self.progress(f"random traffic, set {number + 1} of {baselines}")
+            await self._says(f"random traffic, set {number + 1} of {baselines}")
             generator = torch.Generator().manual_seed(self.plan.seed + 1000 + number)
             noise = random_traffic(bare.evidence[0], bare.truth.rows, generator)
             scores = attack(noise, bare.first[0].random(generator), bare.truth, self.public, self.decoys)
+            # No two of these rows are alike, and "difference" needs rows that are.
+            alike = difference(in_pairs(noise, bare.truth.rows, generator), self.public)
+            assert alike is not None
+            scores["difference"] = score(alike, bare.truth, self.public)
             for name, goals in scores.items():
-                for goal, score in goals.items():
-                    found.setdefault(name, {}).setdefault(goal, []).append(score)
+                for goal, each in goals.items():
+                    found.setdefault(name, {}).setdefault(goal, []).append(each)
         return found
 
 
