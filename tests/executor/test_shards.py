@@ -194,10 +194,8 @@ async def test_shards_end_when_the_executor_closes(tmp_path: Path) -> None:
     async with symbiosis.Executor.from_pretrained(checkpoint, shards=2) as executor:
         (shard,) = set(psutil.Process().children()) - before
         (process,) = executor._shards._processes.values()  # type: ignore[union-attr]
-        began = time.monotonic()
     assert not shard.is_running()
-    assert process.returncode == 0
-    assert time.monotonic() - began < 4, "it is told to end, and not killed"
+    assert process.returncode == 0, "it is told to end, and not killed"
     assert torch.get_num_threads() == threads
 
 
