@@ -162,11 +162,19 @@ async def test_questions_of_a_client_that_does_not_read_wait(base: Any, message:
         line = await join(listener.address, "mallory")
         line.socket.setblocking(False)
         (served,) = listener.lines
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                line.send(message)
+        for end in (line.socket, served._transport.get_extra_info("socket")):  # the kernel's buffers take megabytes
+            for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                end.setsockopt(socket.SOL_SOCKET, buffer, 65536)
+        rest, refused = b"", 0
+        while refused < 30:  # until the executor has read nothing for 0.3 s
+            rest = rest or frame(message)
+            try:
+                rest = rest[line.socket.send(rest) :]
+                refused = 0
                 await asyncio.sleep(0)
-        await asyncio.sleep(0.2)
+            except BlockingIOError:
+                refused += 1
+                await asyncio.sleep(0.01)
         assert served._transport.get_write_buffer_size() < CONNECTION_BYTES // 2
         async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
             await alice.forward(input_ids=IDS)
