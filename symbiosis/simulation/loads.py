@@ -117,11 +117,13 @@ def arrivals(shape: LoadShape, count: int, seed: int = 0) -> list[Arrival]:
     """
     chance = random.Random(seed)
     conversations: list[int] = []
-    while sum(conversations) < count:
+    missing = count
+    while missing:
         turns = 1
         while chance.random() < 1 - 1 / shape.turns:
             turns += 1
-        conversations.append(min(turns, count - sum(conversations)))
+        conversations.append(min(turns, missing))
+        missing -= conversations[-1]
     form = shape.variation**-2
     gaps = [chance.gammavariate(form, 1 / form) for _ in conversations]
     scale = count / shape.rate / (sum(gaps) or 1.0)

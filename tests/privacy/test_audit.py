@@ -513,8 +513,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(110)
 async def test_schemes_of_one_name_are_all_audited() -> None:
-    plan = replace(SMALL, hidden=32, intermediate=64, prompts=3, repeats=2, steps=1)
-    result = await audit([NoisePool(size=4), NoisePool(size=8), "noise-pool"], plan, baselines=2, rounds=0)
+    result = await audit([NoisePool(size=4), NoisePool(size=8), "noise-pool"], FEW, baselines=2, rounds=0)
     names = ["noise-pool", "noise-pool #2", "noise-pool #3"]
     assert list(result.costs) == [each.scheme for each in result.observations] == names
     assert ["size 4" in result.schemes[name] for name in names] == [True, False, False]
