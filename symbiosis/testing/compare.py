@@ -95,6 +95,8 @@ class Outcome:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """Gradients after the first backward pass, by parameter name."""
     losses: list[float] = field(default_factory=list)
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Trainable parameters before the first step, by name."""
     adapter: dict[str, torch.Tensor] = field(default_factory=dict)
     """Trainable parameters after the last step, by name."""
 
@@ -119,6 +121,9 @@ class Comparison:
     of the dtype, with which models mask logits, are left out."""
     unequal: tuple[str, ...]
     """Names of the tensors that are not bit-equal."""
+    trained: float
+    """Relative difference of what training changed in the parameters, over all of them: norm of the difference divided
+    by norm of the expected change. 0 without training, 1 for an outcome that changes nothing."""
 
     @classmethod
     def of(cls, outcome: Outcome, expected: Outcome) -> Comparison:
@@ -128,6 +133,7 @@ class Comparison:
         return cls(
             {name: difference_of(a.get(name), b.get(name)) for name in names},
             tuple(name for name in names if name not in a or name not in b or not _equal(a[name], b[name])),
+            _difference_of_changes(outcome, expected),
         )
 
     @property
@@ -143,8 +149,10 @@ class Comparison:
         if self.bit_equal:
             return f"{len(self.differences)} tensors, all bit-equal"
         shown = sorted(self.unequal, key=self.differences.__getitem__, reverse=True)[:8]
-        return f"{len(self.unequal)} of {len(self.differences)} tensors differ; relative: " + ", ".join(
-            f"{name} {self.differences[name]:.2g}" for name in shown
+        return (
+            f"{len(self.unequal)} of {len(self.differences)} tensors differ; relative: "
+            + ", ".join(f"{name} {self.differences[name]:.2g}" for name in shown)
+            + (f"; what training changed differs by {self.trained:.2g}" if self.trained else "")
         )
 
 
@@ -167,6 +175,23 @@ def difference_of(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     masked = (a.isnan() & b.isnan()) | ((a == b) & (b.abs() >= most))
     a, b = a.masked_fill(masked, 0), b.masked_fill(masked, 0)
     difference = ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
+    return min(float("inf"), difference)  # NaN too
+
+
+def _difference_of_changes(outcome: Outcome, expected: Outcome) -> float:
+    """Return the relative difference of what training changed; see :class:`Comparison`."""
+    a, b = outcome.adapter, expected.adapter
+    if {name: (p.shape, p.dtype) for name, p in a.items()} != {name: (p.shape, p.dtype) for name, p in b.items()}:
+        return float("inf")
+    if not b:
+        return 0.0
+    changed, wanted = (
+        torch.cat([(one.adapter[name].double() - one.initial[name].double()).flatten() for name in sorted(b)])
+        for one in (outcome, expected)
+    )
+    masked = changed.isnan() & wanted.isnan()
+    changed, wanted = changed.masked_fill(masked, 0), wanted.masked_fill(masked, 0)
+    difference: float = ((changed - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
     return min(float("inf"), difference)  # NaN too
 
 
@@ -198,6 +223,7 @@ def run_job_plain(
             adapted.train()
             job.loss_of(adapted(**job.batch(0, device))).backward()
             outcome.gradients = _gradients(adapted)
+            outcome.initial = _parameters(adapted)
             optimizer = torch.optim.AdamW(trainable(adapted).values(), lr=job.learning_rate)
             for number in range(job.steps):
                 loss = job.loss_of(adapted(**job.batch(number, device)))
@@ -205,7 +231,7 @@ def run_job_plain(
                 optimizer.step()
                 optimizer.zero_grad()
                 outcome.losses.append(loss.item())
-            outcome.adapter = {name: _copy(parameter) for name, parameter in trainable(adapted).items()}
+            outcome.adapter = _parameters(adapted)
     return outcome
 
 
@@ -237,6 +263,7 @@ async def _run_job(client: Client, job: Job, model: Any, device: torch.device) -
         model.train()
         await client.backward(job.loss_of(await client.forward(**job.batch(0, device))))
         outcome.gradients = _gradients(model)
+        outcome.initial = _parameters(model)
         optimizer = torch.optim.AdamW(trainable(model).values(), lr=job.learning_rate)
         for number in range(job.steps):
             if job.loss is None:
@@ -247,7 +274,7 @@ async def _run_job(client: Client, job: Job, model: Any, device: torch.device) -
             optimizer.step()
             optimizer.zero_grad()
             outcome.losses.append(loss.item())
-        outcome.adapter = {name: _copy(parameter) for name, parameter in trainable(model).items()}
+        outcome.adapter = _parameters(model)
     return outcome
 
 
@@ -274,6 +301,11 @@ async def compare(
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters of a model, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the trainable parameters, by name."""
+    return {name: _copy(parameter) for name, parameter in trainable(model).items()}
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,10 +15,11 @@ Written by `make compat`. Each cell is a small random model of an architecture w
 `transformers` + PEFT with the same seed: logits, greedy and sampled tokens where the model generates, gradients, three
 AdamW steps, and the adapter saved, then loaded by plain PEFT and by another client.
 
-*equal*: logits and gradients within {computed:g} of the largest number, losses and adapters within {trained:g}, in
-fp32; tokens are the same. Tables of other number formats state their own limits. *refused*: an error says why and what
-to do. *–*: the same job fails in plain PEFT too. A cell with two results has that of a client in the executor's process
-first, then that over `shm://`. *served* is the part of the linear and expert weights that the executor serves.
+*equal*: logits, gradients and losses within {computed:g} of the largest number, and what the three steps change in the
+adapter within {trained:g} of the change (by norm; a client that trains nothing has 1), in fp32; tokens are the same.
+Tables of other number formats state their own limits. *refused*: an error says why and what to do. *–*: the same job
+fails in plain PEFT too. A cell with two results has that of a client in the executor's process first, then that over
+`shm://`. *served* is the part of the linear and expert weights that the executor serves.
 
 Of {cells} cells, {summary}.
 
@@ -79,8 +80,8 @@ def _limits(name: str) -> str:
     limits = limits_of(name)
     tokens = "tokens are the same" if limits.tokens else "tokens are not compared"
     return (
-        f"Logits and gradients within {limits.computed:g} of the largest number, losses and adapters within "
-        f"{limits.trained:g}; {tokens}.{limits.note and ' ' + limits.note}"
+        f"Logits, gradients and losses within {limits.computed:g} of the largest number, what training changes within "
+        f"{limits.trained:g} of the change; {tokens}.{limits.note and ' ' + limits.note}"
     )
 
 

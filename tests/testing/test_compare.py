@@ -43,6 +43,39 @@ def test_masked_logits_are_left_out(mask: float) -> None:
     assert difference([mask, 1.0], [1.0, 1.0]) > 1e30
 
 
+def trained(initial: list[float], adapter: list[float]) -> Outcome:
+    return Outcome(initial={"a": torch.tensor(initial)}, adapter={"a": torch.tensor(adapter)})
+
+
+@pytest.mark.parametrize(
+    ("adapter", "difference"),
+    [
+        ([5.0, 0.0], 1.0),
+        ([8.0, 4.0], 0.0),
+        ([8.0, -4.0], 1.6),
+        ([6.5, 2.0], 0.5),
+        ([NAN, 4.0], math.inf),
+        ([8.0], math.inf),
+    ],
+)
+def test_what_training_changed(adapter: list[float], difference: float) -> None:
+    comparison = Comparison.of(trained([5.0, 0.0][: len(adapter)], adapter), trained([5.0, 0.0], [8.0, 4.0]))
+    assert comparison.trained == pytest.approx(difference)
+    assert ("what training changed" in str(comparison)) == (difference > 0)
+
+
+def test_nan_that_both_trained_is_left_out() -> None:
+    found, expected = trained([0.0, 0.0], [NAN, 3.0]), trained([0.0, 0.0], [NAN, 2.0])
+    assert Comparison.of(found, expected).trained == 0.5
+
+
+def test_training_that_changes_nothing() -> None:
+    """As in bf16, where ones and small steps give ones."""
+    assert Comparison.of(trained([1.0], [1.0]), trained([1.0], [1.0])).trained == 0
+    assert Comparison.of(trained([1.0], [1.1]), trained([1.0], [1.0])).trained > 1e9
+    assert Comparison.of(Outcome(), Outcome()).trained == 0
+
+
 def test_another_dtype_is_a_difference() -> None:
     comparison = Comparison.of(Outcome(logits=torch.ones(2, dtype=torch.bfloat16)), Outcome(logits=torch.ones(2)))
     assert comparison.worst() == math.inf

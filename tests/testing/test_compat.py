@@ -215,6 +215,28 @@ async def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "tensors differ" in cell.detail
 
 
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("LlamaForCausalLM", "prefix tuning"),
+        ("LlamaForCausalLM in bf16", "IA3"),
+        ("LlamaForCausalLM in bitsandbytes NF4 with bf16", "LoRA"),
+        ("LlamaForCausalLM in bitsandbytes int8", "LoRA"),
+    ],
+)
+async def test_a_client_that_trains_nothing_is_found(monkeypatch: pytest.MonkeyPatch, name: str, method: str) -> None:
+    async def only_forward(client: symbiosis.Client, batch: Any, _: torch.optim.Optimizer) -> float:
+        loss: float = (await client.forward(**batch)).loss.item()
+        return loss
+
+    if "bitsandbytes" in name:
+        pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(symbiosis.Client, "train_step", only_forward)
+    cell = await try_cell(name, *load(name), method, "inproc")
+    assert cell.verdict == WRONG, cell
+    assert cell.detail.endswith("what training changed differs by 1")
+
+
 async def test_an_unexpected_error_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     from symbiosis.executor.runner import Runner
 
@@ -404,7 +426,7 @@ def test_the_page(tmp_path: Path) -> None:
     ]
     write_page(tmp_path / "page.md", shares, cells)
     page = (tmp_path / "page.md").read_text()
-    assert "## In bf16\n\nLogits and gradients within 0.01 of the largest number, losses" in page
+    assert "## In bf16\n\nLogits, gradients and losses within 0.01 of the largest number, what training" in page
     assert "| T5ForConditionalGeneration | 100% |  | equal |  |  |" in page
     assert "Encoder" not in page
     assert "## Masked language models\n\n| model | served |" in page
