@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("head_dim", "d_kv", "state_size", "patch_size"), 8),
     **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("initializer_range", "init_std"), 0.1),  # with the usual 0.02, attention is nearly uniform
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -61,6 +62,7 @@ _IMAGE = {
     "num_attention_heads": 4,
     "image_size": 16,
     "patch_size": 8,
+    "initializer_range": 0.1,
 }
 _WAVE = {
     "conv_dim": [32, 32],
@@ -70,6 +72,7 @@ _WAVE = {
     "num_conv_pos_embeddings": 8,
     "num_conv_pos_embedding_groups": 2,
     "mask_time_prob": 0.0,
+    "initializer_range": 0.02,  # with larger weights, rounding in fp32 moves CTC's gradients by more than 1e-5
 }
 _IMAGE_TOKEN = 60
 
@@ -78,6 +81,7 @@ def _seeing(vision_type: str, text_type: str, **options: Any) -> dict[str, Any]:
     """Return options of a model that reads images and text."""
     words = {name: SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
     words |= {name: SMALL[name] for name in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")}
+    words["initializer_range"] = SMALL["initializer_range"]
     return {
         "vision_config": {"model_type": vision_type, "projection_dim": 32, **_IMAGE, **options.pop("vision", {})},
         "text_config": {"model_type": text_type, "pad_token_id": 0, **words, **options.pop("text", {})},
@@ -240,8 +244,10 @@ def random_model(model_class: Callable[[Any], Any], config: Any, *, seed: int = 
         model = model_class(config)
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
-                # transformers initializes biases with zeros, and some experts not at all.
-                if parameter_name.endswith("bias") or (parameter.ndim == 3 and "expert" in parameter_name):
+                # transformers initializes biases and some projections with zeros, layer scales with nearly zero, and
+                # some experts not at all.
+                expert = parameter.ndim == 3 and "expert" in parameter_name
+                if parameter_name.endswith("bias") or expert or parameter.abs().max() < 1e-3:
                     parameter.normal_(std=0.1)
     return model.eval()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy
 import pytest
 import torch
 import transformers
+from transformers.pytorch_utils import Conv1D
 
 import symbiosis
 from symbiosis.errors import (
@@ -22,7 +24,7 @@ from symbiosis.errors import (
     UnknownNameError,
 )
 from symbiosis.testing import Job, run_job, run_job_plain, tiny_model
-from symbiosis.testing.compare import Outcome
+from symbiosis.testing.compare import Outcome, difference_of, logits_of
 from symbiosis.testing.compat import (
     BROAD,
     EQUAL,
@@ -39,7 +41,7 @@ from symbiosis.testing.compat import (
     try_cell,
 )
 from symbiosis.testing.compat_page import write_page
-from symbiosis.testing.formats import FORMATS, IN_FORMATS, split_name
+from symbiosis.testing.formats import FORMATS, FP32, IN_FORMATS, split_name
 from symbiosis.testing.zoo import SMALL, ZOO, zoo_inputs, zoo_model
 from tests.helpers import command, packs_bf16
 
@@ -139,6 +141,36 @@ def test_every_model_of_the_zoo_runs(name: str) -> None:
         output = model(**zoo_inputs(model, ZOO[name].reads, 0))
     assert torch.isfinite(output.loss)
     assert sum(parameter.numel() for parameter in model.parameters()) < 2_000_000
+
+
+HEAD = r"vision_(model|tower)\.head"
+UNUSED = {
+    "SiglipForImageClassification": HEAD,
+    "PaliGemmaForConditionalGeneration": HEAD,
+    "Gemma3ForConditionalGeneration": HEAD,
+    "LlavaForConditionalGeneration": r"vision_tower\.encoder\.layers\.2",  # it reads the layer before the last
+    "WavLMForCTC": "gru_rel_pos_linear",  # which counts for gradients alone
+}
+"""Linear layers that do not count for logits."""
+FAST = (*SLICE, "BartForConditionalGeneration", "ConvNextForImageClassification", "Gemma3ForConditionalGeneration")
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.thorough) for n in ZOO])
+def test_every_linear_layer_counts(name: str) -> None:
+    """A layer whose results are wrong is found, also in the cell without an adapter."""
+    model = zoo_model(name)
+    inputs = {key: value for key, value in zoo_inputs(model, ZOO[name].reads, 0).items() if key != "labels"}
+    found = set()
+    with torch.no_grad():
+        expected = logits_of(model(**inputs))
+        for path, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear | Conv1D):
+                module.weight.neg_()
+                if difference_of(logits_of(model(**inputs)), expected) <= FP32.computed:
+                    found.add(path)
+                module.weight.neg_()
+    assert {path for path in found if not re.search(UNUSED.get(name, "^$"), path)} == set()
+    assert bool(found) is (name in UNUSED), "a model whose layers count now leaves the list"
 
 
 BELOW = {
