@@ -19,7 +19,8 @@ AdamW steps, and the adapter saved, then loaded by plain PEFT and by another cli
 adapter within {trained:g} of the change (by norm; a client that trains nothing has 1), in fp32; tokens are the same.
 Tables of other number formats state their own limits. *refused*: an error says why and what to do. *–*: the same job
 fails in plain PEFT too. A cell with two results has that of a client in the executor's process first, then that over
-`shm://`. *served* is the part of the linear and expert weights that the executor serves.
+`shm://`. *served* is the executor's part of all weights but those that every client has: embeddings, heads of
+classifiers, norms and biases.
 
 Of {cells} cells, {summary}.
 

@@ -187,7 +187,7 @@ BELOW = {
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_nearly_all_linear_and_expert_weights_are_served(name: str) -> None:
+def test_nearly_all_weights_are_served(name: str) -> None:
     """The convolutions of these small models are a larger part of them than in real ones."""
     shares = shares_of(name, *load(name))
     least, *reasons = BELOW.get(name, (0.9,))
@@ -276,6 +276,19 @@ async def test_an_unexpected_error_is_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Runner, "time", lambda *_: 1e-3)
     cell = await try_cell("LlamaForCausalLM", *load("LlamaForCausalLM"), "none", "inproc")
     assert cell.verdict == WRONG
+
+
+@pytest.mark.parametrize("name", ["Wav2Vec2ForCTC", "HubertForCTC", "WavLMForCTC"])
+async def test_adapters_of_speech_models_are_saved_and_loaded(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Also those with an adapted head, which PEFT saves with the model's embeddings unless told otherwise."""
+    loaded = []
+    load_adapter = symbiosis.Client.load_adapter
+    monkeypatch.setattr(
+        symbiosis.Client, "load_adapter", lambda *given, **options: loaded.append(load_adapter(*given, **options))
+    )
+    cell = await try_cell(name, *load(name), "LoRA", "inproc")
+    assert cell.verdict == EQUAL, cell
+    assert loaded == [None]
 
 
 @pytest.mark.parametrize("step", ["run_job", "_save_and_load"])
