@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import psutil
@@ -39,7 +40,9 @@ from symbiosis.testing.zoo import GENERATING, ZOO, random_model, zoo_inputs, zoo
 EQUAL, REFUSED, NOT_PLAIN, WRONG = "equal", "refused", "not in plain PEFT", "wrong"
 VERDICTS = (EQUAL, REFUSED, NOT_PLAIN, WRONG)
 WITHIN_S = 120.0
-"""Seconds after which a cell counts as hanging."""
+"""Seconds after which a client's job counts as hanging, if the plain job is quick."""
+TIMES = 20
+"""The same as a multiple of the plain job's time. Clients of the table take up to 8 times as long, with all set-up."""
 COPIES = 5
 """Copies of a model in fp32 that a trial has at once, as measured: the model, one that is served, a plain one, one
 that loads what was saved, and one that waits for Python to collect it."""
@@ -297,16 +300,22 @@ async def try_cell(name: str, model: Any, reads: str, method: str, transport: st
     verdict = partial(Cell, name, method, transport)
     try:
         config = METHODS[method](task, model)
+        began = monotonic()
         expected = run_job_plain(model, config, job)
+        plain_s = monotonic() - began
     except Exception as error:  # noqa: BLE001 (whatever transformers and PEFT raise)
         return verdict(NOT_PLAIN, f"{type(error).__name__}: {_first_line(error)}")
-    opened = False
+    opened, within_s = False, max(WITHIN_S, TIMES * plain_s)
+    limit = asyncio.timeout(within_s)
     try:
-        async with asyncio.timeout(WITHIN_S), _clients(model, transport) as make, make(copy.deepcopy(config)) as client:
+        async with limit, _clients(model, transport) as make, make(copy.deepcopy(config)) as client:
             opened = True
             comparison = Comparison.of(await run_job(client, job), expected)
             problem = None if config is None else await _save_and_load(client, make, model, job, limits.computed)
     except Exception as error:  # noqa: BLE001 (the verdict says what it was)
+        if limit.expired():
+            detail = f"the client did not finish within {within_s:.0f} s; the plain job took {plain_s:.1f} s"
+            return verdict(WRONG, detail)
         # An executor that refuses the rows of a client that it has accepted does not refuse the method.
         failed = opened and isinstance(error, RequestError | CannotWaitError | PeerError)
         if isinstance(error, UsageError | PeerError) and not failed:

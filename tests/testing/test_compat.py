@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import re
@@ -306,6 +307,29 @@ async def test_an_executor_that_fails_a_client_it_has_accepted_is_wrong(
     cell = await try_cell("LlamaForCausalLM", *load("LlamaForCausalLM"), "LoRA", "inproc")
     assert cell.verdict == verdict
     assert "why" in cell.detail
+
+
+async def test_a_slow_model_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain job seems to take an hour, by a clock of its own."""
+    limits: list[float | None] = []
+    timeout = asyncio.timeout
+    monkeypatch.setattr("symbiosis.testing.compat.monotonic", iter([0.0, 3600.0]).__next__)
+    monkeypatch.setattr(asyncio, "timeout", lambda delay: limits.append(delay) or timeout(delay))
+    cell = await try_cell("LlamaForCausalLM", *load("LlamaForCausalLM"), "none", "inproc")
+    assert cell.verdict == EQUAL, cell
+    assert 72000.0 in limits
+
+
+async def test_a_client_that_hangs_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("symbiosis.testing.compat.run_job", hang)
+    monkeypatch.setattr("symbiosis.testing.compat.WITHIN_S", 0.0)
+    monkeypatch.setattr("symbiosis.testing.compat.monotonic", iter([0.0, 0.01]).__next__)
+    cell = await try_cell("LlamaForCausalLM", *load("LlamaForCausalLM"), "none", "inproc")
+    assert cell.verdict == WRONG
+    assert cell.detail == "the client did not finish within 0 s; the plain job took 0.0 s"
 
 
 def test_unknown_models() -> None:
