@@ -24,9 +24,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import symbiosis
 from symbiosis import Client, Executor
 from symbiosis.client.joint.attention import JointError
+from symbiosis.client.joint.decoder import JointDecoder
 from symbiosis.client.joint.turn import Turn
+from symbiosis.core.registry import make_transport
 from symbiosis.core.terms import JOINT, Kind
-from symbiosis.errors import ExecutorClosedError, RefusedError, UsageError
+from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, UsageError
 from symbiosis.policies import Fair, NoLockstep, RateLimit
 from symbiosis.testing import tiny_model
 from symbiosis.testing.zoo import random_model, zoo_model
@@ -584,6 +586,100 @@ async def test_a_connection_that_is_opened_again(tmp_path: Path) -> None:
             async with served, one, two:
                 while "joint" not in served.walks().get(one.name, {}):
                     await asyncio.gather(generate(one), generate(two))
+
+
+async def test_joint_walks_go_on_after_an_outage(tmp_path: Path) -> None:
+    base, where = model_of("llama"), f"shm://{tmp_path}/joint.sock"
+    plain_base = copy.deepcopy(base)
+    served = symbiosis.connect(where, retry=0)
+    async with contextlib.AsyncExitStack() as stack:
+        for turn in ("before", "after"):
+            async with asyncio.timeout(60), Executor(copy.deepcopy(base)) as executor:
+                await executor.listen(where)
+                if turn == "before":
+                    await stack.enter_async_context(served)
+                one, two = [served.client(lora(), name=f"{turn}-{seed}", seed=seed) for seed in (0, 1)]
+                async with one, two:
+                    while "joint" not in served.walks().get(one.name, {}):
+                        outs = await asyncio.gather(generate(one), generate(two))
+            for seed, out in enumerate(outs):
+                assert_equal(out, expected_of(plain_base, seed))
+
+
+class Fleeting:
+    """A channel that ends before its ``left``-th call from now; None for never."""
+
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        self.left: int | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.channel, name)
+
+    def send(self, call: Any) -> Any:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.channel.close()
+        return self.channel.send(call)
+
+
+@pytest.mark.parametrize("when", ["between walks", "before a walk's first call", "in a walk"])
+@pytest.mark.parametrize("again", ["at once", "with a further client"])
+async def test_a_joint_channel_that_ends_is_opened_again(when: str, again: str) -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    channels: list[Fleeting] = []
+    walks: Counter[str | None] = Counter()
+    refused = again != "at once"
+
+    async def join(name: str) -> Any:
+        return await make_transport(executor.service.address).connect(executor.service.address, name)
+
+    async def join_joint() -> Any:
+        nonlocal refused
+        if channels and refused:
+            refused = False
+            raise BusyError("the limit of clients is reached")
+        channels.append(Fleeting(await join(f"joint-{len(channels)}")))
+        return channels[-1]
+
+    def client_of(number: int) -> Client:
+        return Client(join, lora(), name=f"tenant-{number}", seed=number, joint=decoder)
+
+    async def decode(clients: Sequence[Client]) -> Any:
+        walks.clear()
+        return await asyncio.gather(*map(generate, clients), return_exceptions=True)
+
+    decoder = JointDecoder(join_joint, lambda name: True, lambda name, why: walks.update([why]), exact=False)
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack, asyncio.timeout(60):
+        clients = [await stack.enter_async_context(client_of(number)) for number in range(3)]
+        while None not in walks:
+            await decode(clients)
+        if when == "between walks":
+            channels[0].close()
+        else:
+            channels[0].left = 5 if when == "in a walk" else 0
+        outs = await decode(clients)
+        if when.startswith("in"):
+            assert all("was closed" in str(out) for out in outs), outs
+        else:
+            assert walks["the connection of joint walks has ended"] == len(clients), walks
+            for seed, out in enumerate(outs):
+                assert_equal(out, expected_of(plain_base, seed))
+        if again != "at once":
+            await decode(clients)
+            outs = await decode(clients)
+            assert walks.keys() == {"a joint walk failed: BusyError: the limit of clients is reached"}
+            for seed, out in enumerate(outs):
+                assert_equal(out, expected_of(plain_base, seed))
+            clients.append(await stack.enter_async_context(client_of(3)))
+        while None not in walks:
+            outs = await decode(clients)
+        assert len(channels) == 2
+        for seed, out in enumerate(outs):
+            assert_equal(out, expected_of(plain_base, seed))
+        await decoder.close(ExecutorClosedError("it was shut down"))
 
 
 async def test_a_model_that_cannot_be_walked_jointly_costs_no_connection(

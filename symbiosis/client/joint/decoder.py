@@ -33,8 +33,13 @@ from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.waiting import ClientThread, LoopWaiter
 from symbiosis.core.transport import Channel
-from symbiosis.errors import ClientClosedError, SymbiosisError, copied
+from symbiosis.errors import ClientClosedError, ConnectionLostError, PeerError, WireError, copied
 from symbiosis.modes import modes_aside
+
+_ENDED = (PeerError, ConnectionLostError, WireError)
+"""Errors after which a channel cannot be used any more."""
+_NOT_YET = "no joint walk yet"
+_LOST = "the connection of joint walks has ended"
 
 
 class Seat:
@@ -81,6 +86,10 @@ class Seat:
         """Give the client its parameters back. It must not be in an operation."""
         give_back(self.slots.values())
         self.slots = {}
+
+    def read_again(self) -> None:
+        """Have the client's model read again before its next token."""
+        self._reading = None
 
     def rest(self) -> None:
         """Note that the client's operation has ended."""
@@ -167,6 +176,9 @@ class Seat:
 class JointDecoder:
     """The joint walks of the clients of one executor in one process.
 
+    When their channel has ended, such as after a long outage, another one is opened once two clients decode at the same
+    time. If that fails, the clients walk alone until a further client has joined.
+
     Args:
         connect: returns a new channel of the executor, for the walks.
         may_join: returns whether the policy lets a client, given its name, take part in a walk now.
@@ -184,7 +196,7 @@ class JointDecoder:
         *,
         exact: bool,
     ) -> None:
-        self.refusal: str | None = "no joint walk yet"
+        self.refusal: str | None = _NOT_YET
         """Why no client can be walked jointly, or None."""
         self.channel: Channel | None = None
         self.device = torch.device("cpu")
@@ -210,6 +222,8 @@ class JointDecoder:
         self._seated: tuple[Any, ...] = ()
         """Seats and versions of the readings whose adapters the joint model has."""
         self._opened = False
+        self._failed = False
+        """Whether no channel could be opened. A further client that joins may show that it is possible again."""
 
     def seat(self, name: str, model: Any, apart: str) -> Seat:
         """Give a client's skeleton a seat. ``apart`` says why the client never takes part in walks, if so."""
@@ -217,6 +231,8 @@ class JointDecoder:
         enter(model, seat)
         if not apart:
             self._seats.add(seat)
+            if self._failed:
+                self._opened = self._failed = False
         return seat
 
     def unseat(self, seat: Seat) -> None:
@@ -260,8 +276,8 @@ class JointDecoder:
         """Walk the model for several clients, and give each its output. A captured walk serves those that it can."""
         channel = self.channel
         assert channel is not None
-        channel.begin_walk()
         try:
+            channel.begin_walk()
             if self.captured is not None:
                 _give((await self.captured.outputs(steps, channel)).items())
             left = [step for step in steps if not step.reply.done()]
@@ -270,13 +286,19 @@ class JointDecoder:
             elif left:
                 await self._run_by_code(model, left, channel)
         except BaseException as error:
+            ended = isinstance(error, _ENDED)
+            if isinstance(error, Exception) and (self._cache is None or not self._cache.was_updated):
+                # One client's token or position may have been wrong. In walks of their own, only this client sees it.
+                self.turn.apart(steps, _LOST if ended else "a joint walk failed")
             for step in steps:
                 if not step.reply.done():
                     step.reply.set_exception(copied(error))
+            if ended:
+                self._lost()
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._walking = ()
+            self._walking, self._cache = (), None
             if not self._seated:  # a client has left meanwhile
                 model.seat({})
             channel.end_walk()
@@ -291,13 +313,7 @@ class JointDecoder:
         try:
             outputs = await run_apart(self._stream, channel, self._walk, model, steps, cache)
             _give(zip(steps, outputs, strict=True))
-        except Exception as error:
-            # One client's token or position may have been wrong. In walks of their own, only this client sees it.
-            if cache.was_updated or isinstance(error, SymbiosisError):
-                raise
-            self.turn.apart(steps, "a joint walk failed")
         finally:
-            self._cache = None
             self._requester.forget()
 
     @torch.no_grad()
@@ -335,12 +351,24 @@ class JointDecoder:
             self.refusal = str(error)
         except Exception as error:  # noqa: BLE001 (clients walk alone then)
             self.refusal = f"a joint walk failed: {type(error).__name__}: {error}"
+            self._failed = isinstance(error, _ENDED)
         finally:
             self._task = None
             if self.model is None:
                 self._leave()
 
+    def _lost(self) -> None:
+        """Give up a channel that has ended, and the model that was made for it."""
+        self._leave()
+        self.model, self.refusal, self._opened, self._seated = None, _NOT_YET, False, ()
+        for seat in self._seats:
+            seat.read_again()
+        self.turn.all_apart(_LOST)
+
     def _leave(self) -> None:
+        captured, self.captured = self.captured, None
+        if captured is not None:
+            captured.forget()
         self._requester.close()
         channel, self.channel = self.channel, None
         if channel is not None:
@@ -361,8 +389,6 @@ class JointDecoder:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
-        if self.captured is not None:
-            self.captured.forget()
         self._leave()
 
 

@@ -61,6 +61,11 @@ class Turn:
                 step.alone = why
                 step.reply.set_result(None)
 
+    def all_apart(self, why: str) -> None:
+        """Have all clients that wait walk models of their own."""
+        waiting, self._waiting = self._waiting, []
+        self.apart(waiting, why)
+
     def close(self, error: BaseException) -> None:
         """Begin no further token. Clients that wait, or come later, get ``error``."""
         self._closed = error
