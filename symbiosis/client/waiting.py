@@ -172,5 +172,7 @@ class ClientThread:
         use_cores(max(1, _running.cores // 2) if beside_others else _running.cores)
         try:
             return fn(*args)
+        except StopIteration as error:  # a future cannot have it
+            raise RuntimeError(f"an operation of client {self._client!r} raised StopIteration") from error
         finally:
             end_helpers()

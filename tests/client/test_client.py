@@ -325,6 +325,23 @@ async def test_a_client_beside_others_uses_half_of_the_cores(executor: symbiosis
     assert seen == [6, 3, 6]
 
 
+async def test_stop_iteration_on_the_clients_own_thread_is_a_runtime_error(executor: symbiosis.Executor) -> None:
+    def exhausted(*_: object) -> None:
+        next(iter(()))
+
+    async with asyncio.timeout(30), executor.client(lora(), name="ann") as client:
+        loss = (await client.forward(**BATCH)).loss
+        loss.register_hook(exhausted)
+        with pytest.raises(RuntimeError, match="an operation of client 'ann' raised StopIteration"):
+            await client.backward(loss)
+        optimizer = torch.optim.SGD([p for p in client.model.parameters() if p.requires_grad], lr=0.1)
+        schedule = optimizer.register_step_pre_hook(exhausted)
+        with pytest.raises(RuntimeError, match="raised StopIteration"):
+            await client.train_step(BATCH, optimizer)
+        schedule.remove()
+        assert await client.train_step(BATCH, optimizer) > 0
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of the process in /proc")
 async def test_threads_of_a_lone_client_keep_no_helpers(executor: symbiosis.Executor) -> None:
     """While a process has more OpenMP threads than cores, they sleep after each operator, which slows the next down."""
