@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -119,7 +120,7 @@ class ClientThread:
         self.stream: RandomStream | None = None
 
     async def run(self, interrupt: Callable[[BaseException], None], fn: Callable[..., T], *args: object) -> T:
-        """Run a function on the thread, and return its result.
+        """Run a function on the thread, with the caller's context variables, and return its result.
 
         When the awaiting task is cancelled, ``interrupt`` is called with an error for the calls that wait, and this
         method ends only after the thread is free again.
@@ -131,7 +132,8 @@ class ClientThread:
             beside_others = self._beside_others()
             if not beside_others:
                 end_helpers()  # of the event loop's thread, so that those of the client's thread need not sleep
-            work = loop.run_in_executor(self._pool, self._with_cores, beside_others, fn, args)
+            context = contextvars.copy_context()
+            work = loop.run_in_executor(self._pool, context.run, self._with_cores, beside_others, fn, args)
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -340,6 +341,17 @@ async def test_stop_iteration_on_the_clients_own_thread_is_a_runtime_error(execu
             await client.train_step(BATCH, optimizer)
         schedule.remove()
         assert await client.train_step(BATCH, optimizer) > 0
+
+
+async def test_the_clients_own_thread_has_the_callers_context_variables(executor: symbiosis.Executor) -> None:
+    request, seen = ContextVar("request", default="none"), []
+    async with executor.client(lora()) as client:
+        for name in ("one", "two"):
+            request.set(name)
+            loss = (await client.forward(**BATCH)).loss
+            loss.register_hook(lambda _: seen.append(request.get()))
+            await client.backward(loss)
+    assert seen == ["one", "two"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of the process in /proc")
