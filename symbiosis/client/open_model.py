@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from symbiosis.client.connect import new_name, tokenizer_of
-from symbiosis.client.parameters import explain_training
+from symbiosis.client.joint.entry import enter
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
@@ -101,9 +101,7 @@ def open_model(
         model: Any = skeleton_for(channel, requester)
         if device is not None:
             model = model.to(device)
-        model.register_forward_pre_hook(walks.forward_begins)
-        model.register_forward_hook(walks.forward_ends, always_call=True)
-        model.register_forward_hook(explain_training)
+        enter(model, walks)
         opened = OpenedModel(
             model, requester, channel, lambda: tokenizer_of(transport.look(address).tokenizer, address)
         )
@@ -141,12 +139,13 @@ class WalkCounter:
     first of them begins until the last has ended.
     """
 
+    for_copies = True
+    """Whether copies of the model have this seat too."""
+
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._lock = threading.RLock()
         self._open = 0
-        self._thread = threading.local()
-        """Forward passes that the current thread is in."""
         self._backwards: set[int] = set()
         """Backward passes in progress, by the number that the autograd engine gives them."""
 
@@ -159,22 +158,19 @@ class WalkCounter:
             "instead (save_pretrained of the PEFT model)"
         )
 
-    def forward_begins(self, *_: Any) -> None:
-        """Serve as a forward pre-hook."""
-        self._thread.forwards = getattr(self._thread, "forwards", 0) + 1
+    def forward(self, walk: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward pass, and return its result. It also ends by Ctrl-C, when torch calls no hook."""
         self._begin()
-
-    def forward_ends(self, *_: Any) -> None:
-        """Serve as a forward hook that is always called, also if another pre-hook has raised before this object's."""
-        if getattr(self._thread, "forwards", 0):
-            self._thread.forwards -= 1
+        try:
+            return walk(*args, **kwargs)
+        finally:
             self._end()
 
     def _begin(self) -> None:
         with self._lock:
-            self._open += 1
-            if self._open == 1:
+            if not self._open:
                 self._channel.begin_walk()
+            self._open += 1
 
     def _end(self) -> None:
         with self._lock:

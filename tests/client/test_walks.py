@@ -59,11 +59,15 @@ def backward(walk: WalkCounter, then: Any, layers: int = 1) -> None:
 def test_walks_that_overlap(channel: Any) -> None:
     """The walk lasts from the first begin to the last end, whichever thread calls it."""
     walk = WalkCounter(channel)
-    walk.forward_begins()
-    walk.forward_begins()
-    walk.forward_ends()
-    assert channel.said == ["begin"]
-    walk.forward_ends()
+
+    def inner() -> list[str]:
+        return list(channel.said)
+
+    def outer() -> list[str]:
+        walk.forward(inner, (), {})
+        return list(channel.said)
+
+    assert walk.forward(outer, (), {}) == ["begin"]
     assert channel.said == ["begin", "end"]
 
 
@@ -72,9 +76,7 @@ def test_many_threads(channel: Any) -> None:
 
     def work() -> None:
         for _ in range(200):
-            walk.forward_begins()
-            backward(walk, lambda: None)
-            walk.forward_ends()
+            walk.forward(backward, (walk, lambda: None), {})
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -170,9 +172,36 @@ async def test_threads_that_share_an_opened_model(base: Any, tmp_path: Path, cop
         assert max(await in_thread(tenant)) < 1e-5
 
 
-def test_a_hook_that_raises_before_the_walk_has_begun(channel: Any) -> None:
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+async def test_a_forward_pass_that_fails_has_ended(base: Any, tmp_path: Path, error: type[BaseException]) -> None:
+    def fail(*_: object) -> None:
+        raise error("on purpose")
+
+    def walk(model: Any) -> None:
+        for module in (model, model.model.layers[1]):
+            hook = module.register_forward_pre_hook(fail)
+            with pytest.raises(error, match="on purpose"):
+                model(IDS)
+            hook.remove()
+
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(f"shm://{tmp_path}/s.sock")
+        opened = symbiosis.open_model(f"shm://{tmp_path}/s.sock")
+        await in_thread(walk, await in_thread(opened.__enter__))
+        assert await executor.drain(10)
+        await in_thread(opened.__exit__, None, None, None)
+
+
+def test_a_walk_that_cannot_begin_leaves_nothing_open() -> None:
+    class Interrupted(Channel):
+        def begin_walk(self) -> None:
+            super().begin_walk()
+            if len(self.said) == 1:
+                raise KeyboardInterrupt
+
+    channel: Any = Interrupted()
     walk = WalkCounter(channel)
-    walk.forward_ends()  # torch always calls this hook, and the one for the beginning not in this case
-    walk.forward_begins()
-    walk.forward_ends()
-    assert channel.said == ["begin", "end"]
+    with pytest.raises(KeyboardInterrupt):
+        walk.forward(lambda: None, (), {})
+    walk.forward(lambda: None, (), {})
+    assert channel.said == ["begin", "begin", "end"]

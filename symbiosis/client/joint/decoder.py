@@ -46,6 +46,9 @@ class Seat:
     """Receives the calls of one client's model, and decides whether a token is walked jointly. Made by
     :meth:`JointDecoder.seat`."""
 
+    for_copies = False
+    """Whether copies of the model have this seat too."""
+
     def __init__(self, decoder: JointDecoder, name: str, model: Any, apart: str) -> None:
         self.name = name
         self.apart = apart
@@ -97,6 +100,8 @@ class Seat:
 
     def forward(self, walk_alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output for a call, from a joint walk or from the client's own."""
+        if torch.compiler.is_compiling():
+            return walk_alone(*args, **kwargs)
         decoder = self._decoder
         inputs = one_token(self._model, args, kwargs)
         if inputs is None or current_fiber() is None:

@@ -1,4 +1,7 @@
-"""Route the calls of a client's model to its seat, and decide which of them a joint walk can serve."""
+"""Route the calls of a client's model to its seat, and decide which of them a joint walk can serve.
+
+The seat of a synchronous client notes when a walk begins and ends (:mod:`symbiosis.client.open_model`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ _USED = {"input_ids", "past_key_values", "position_ids", "attention_mask"}
 
 
 def enter(model: Any, seat: Any) -> None:
-    """Let the calls of a model go to a :class:`~symbiosis.client.joint.decoder.Seat` from now on."""
+    """Let the calls of a model go to ``seat.forward`` from now on, as to that of a
+    :class:`~symbiosis.client.joint.decoder.Seat`."""
     cls: Any = type(model)
     model.__class__ = _with_seat(cls)
     model.__dict__[_SEAT] = seat
@@ -36,22 +40,24 @@ def _with_seat(cls: type[Any]) -> type[Any]:
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         seat = self.__dict__.get(_SEAT)
-        if seat is None or torch.compiler.is_compiling():
+        if seat is None:
             output = cls.forward(self, *args, **kwargs)  # looked up now: libraries replace it
         else:
             output = seat.forward(functools.partial(cls.forward, self), args, kwargs)
         return explain_training(self, args, output)  # not as a forward hook, with which the model would walk alone
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """Copy the model as one of its own class, which has no seat."""
-        return _new, (cls,), *super(cls, self).__reduce_ex__(protocol)[2:]
+        """Copy the model as one of its own class, which has no seat, unless copies have the same seat."""
+        seat = self.__dict__.get(_SEAT)
+        kept = seat if seat is not None and seat.for_copies else None
+        return _new, (cls, kept), *super(cls, self).__reduce_ex__(protocol)[2:]
 
     members = {"forward": forward, "__reduce_ex__": reduce}
     return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def _new(cls: Any) -> Any:
-    return cls.__new__(cls)
+def _new(cls: Any, seat: Any) -> Any:
+    return cls.__new__(cls if seat is None else _with_seat(cls))
 
 
 class Inputs(NamedTuple):
