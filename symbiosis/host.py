@@ -19,7 +19,7 @@ from symbiosis.client.trial import weights_read
 from symbiosis.core.budget import LARGEST_PART, LEAST_BYTES, TABLES_BYTES, Budget
 from symbiosis.core.faults import tell_unloaded
 from symbiosis.core.policy import Policy
-from symbiosis.core.privacy import Privacy
+from symbiosis.core.privacy import Privacy, masked
 from symbiosis.core.registry import make_policy, make_privacy, make_transport
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import MAX_MODEL_NAME, is_model_name
@@ -405,7 +405,7 @@ class Executor:
         async def connect(name: str) -> Channel:
             service.check_open()
             channel = await make_transport(service.address).connect(service.address, name, terms)
-            return channel if scheme is None else await scheme.wrap(channel, service.address, terms, {})
+            return await masked(scheme, channel, service.address, terms, {})
 
         from symbiosis.client.client import Client  # imports PEFT, which a mere provider does not need
 

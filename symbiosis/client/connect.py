@@ -17,7 +17,7 @@ import torch
 from symbiosis.client.client import Client
 from symbiosis.client.joint import check_mode, make_decoder
 from symbiosis.client.offline import without_hub
-from symbiosis.core.privacy import Privacy
+from symbiosis.core.privacy import Privacy, masked
 from symbiosis.core.registry import make_privacy, make_transport
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.core.transport import Channel, Look
@@ -121,7 +121,7 @@ class Base:
             if self._look is None:
                 raise self._not_open()
             channel = await self._transport.connect(self.address, name, terms)
-            return channel if scheme is None else await scheme.wrap(channel, self.address, terms, self._options)
+            return await masked(scheme, channel, self.address, terms, self._options)
 
         client = Client(
             connect,

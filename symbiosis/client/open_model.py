@@ -15,7 +15,7 @@ from symbiosis.client.joint.entry import enter
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
-from symbiosis.core.privacy import Preparing, Privacy
+from symbiosis.core.privacy import Preparing, Privacy, masked_blocking
 from symbiosis.core.registry import make_privacy, make_transport
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.core.transport import Channel
@@ -92,8 +92,7 @@ def open_model(
     scheme = make_privacy(privacy)
     terms = Terms(priority, slo_ms, ttft_ms, kind).check()
     channel = transport.connect_blocking(address, name or new_name(), terms)
-    if scheme is not None:
-        channel = scheme.wrap_blocking(channel, address, terms, options)
+    channel = masked_blocking(scheme, channel, address, terms, options)
     walks = WalkCounter(channel)
     requester = Requester(masked=scheme is not None, before_backward=walks.backward_begins)
     requester.open(channel)

@@ -31,7 +31,7 @@ class Privacy(Protocol):
         """Return a channel that masks all rows that go over ``channel``; for coroutines.
 
         Args:
-            channel: the channel to ``address``. It is closed if this method fails.
+            channel: the channel to ``address``. The caller closes it if this method fails.
             address: address of the executor.
             terms: the client's terms, for channels to further executors.
             options: the client's transport options, for channels to further executors.
@@ -42,3 +42,30 @@ class Privacy(Protocol):
 
     def wrap_blocking(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
         """Return a masking channel for synchronous code; see :meth:`wrap`."""
+
+
+async def masked(
+    scheme: Privacy | None, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]
+) -> Channel:
+    """Return a channel that masks all rows that go over ``channel``, or ``channel`` if there is no scheme. If the
+    scheme fails, ``channel`` is closed. The arguments are those of :meth:`Privacy.wrap`."""
+    if scheme is None:
+        return channel
+    try:
+        return await scheme.wrap(channel, address, terms, options)
+    except BaseException:
+        channel.close()
+        raise
+
+
+def masked_blocking(
+    scheme: Privacy | None, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]
+) -> Channel:
+    """Do what :func:`masked` does, for synchronous code."""
+    if scheme is None:
+        return channel
+    try:
+        return scheme.wrap_blocking(channel, address, terms, options)
+    except BaseException:
+        channel.close()
+        raise

@@ -76,7 +76,6 @@ class Scheme(ABC):
     async def wrap(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
         channels = [channel]
         with ExitStack() as stack:  # closes what was opened if anything fails
-            stack.callback(channel.close)
             for further in self.further_addresses(address):
                 transport = self._transport(further, options)
                 channels.append(await transport.connect(further, _further_name(channel), terms))
@@ -90,7 +89,6 @@ class Scheme(ABC):
     def wrap_blocking(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
         channels = [channel]
         with ExitStack() as stack:
-            stack.callback(channel.close)
             for further in self.further_addresses(address):
                 transport = self._transport(further, options)
                 channels.append(transport.connect_blocking(further, _further_name(channel), terms))

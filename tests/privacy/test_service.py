@@ -537,3 +537,34 @@ def test_bench(tmp_path: Path) -> None:
     assert report["headline"]["overhead_noise_pool"] == pytest.approx(sum(parts) / 2)  # the median of one round
     errors = [value for key, value in report["headline"].items() if key.startswith("logit_error")]
     assert all(0 < error < 1e-2 for error in errors)
+
+
+class Broken:
+    """A scheme that cannot mask anything."""
+
+    name = "broken"
+
+    async def wrap(self, channel: Any, address: str, terms: Any, options: Any) -> Any:
+        raise RuntimeError("no key file")
+
+    def wrap_blocking(self, channel: Any, address: str, terms: Any, options: Any) -> Any:
+        raise RuntimeError("no key file")
+
+
+@pytest.mark.parametrize("where", ["executor", "connect", "open_model"])
+async def test_a_scheme_that_fails_leaves_no_client_connected(where: str, base: Any, tmp_path: Path) -> None:
+    address = f"shm://{tmp_path}/s.sock"
+    async with symbiosis.Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        await executor.listen(address)
+        served = await stack.enter_async_context(symbiosis.connect(address))
+        kept: list[Any] = []  # errors, with the frames of their tracebacks
+        for _ in range(2):
+            opening: Any
+            if where == "open_model":
+                opening = in_thread(symbiosis.open_model(address, name="alice", privacy=Broken()).__enter__)
+            else:
+                opening = (executor if where == "executor" else served).client(name="alice", privacy=Broken()).open()
+            with pytest.raises(RuntimeError, match="no key file") as error:
+                await opening
+            kept.append(error)
+            await until(lambda: not executor.service.clients)
