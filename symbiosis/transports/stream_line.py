@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -381,6 +382,7 @@ class StreamListener(Generic[L]):
         self, listening: socket.socket, address: str, create: Callable[..., Awaitable[asyncio.Server]], line: type[L]
     ) -> None:
         """Accept clients at a bound socket; ``create`` is the event loop's function for it. Raises UsageError."""
+        self._listening = listening
         try:
             self._server = await create(lambda: line(self), sock=listening, backlog=ACCEPTED_AT_ONCE)
             listening.listen(BACKLOG)
@@ -390,6 +392,8 @@ class StreamListener(Generic[L]):
 
     async def close(self) -> None:
         if self._server is not None:
+            with contextlib.suppress(OSError):  # Linux alone shuts down sockets that listen
+                self._listening.shutdown(socket.SHUT_RDWR)  # a forked process may have it too, and keep the port alive
             self._server.close()
             self._server = None
             for line in list(self.lines):

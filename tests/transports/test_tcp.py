@@ -63,6 +63,23 @@ async def test_a_port_in_use(base: Any) -> None:
             await executor.listen(listener.address)
 
 
+async def test_a_closed_port_is_free_while_a_forked_child_lives(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        try:
+            await listener.close()
+            endpoint = resolve(listener.address)
+            with pytest.raises(ConnectionRefusedError), socket.create_connection(endpoint, timeout=10):
+                pass
+            await executor.listen(listener.address)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)  # noqa: ASYNC222 (it was killed)
+
+
 async def test_ipv6(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen("tcp://[::1]:0")
