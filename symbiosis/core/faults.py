@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from symbiosis.core.policy import MAX_WAIT_S, Decision, Policy, Run, Wait
 from symbiosis.core.queues import Queue
 from symbiosis.core.requests import Key
+from symbiosis.core.terms import Terms
 from symbiosis.errors import PolicyError, UsageError
 
 T = TypeVar("T")
@@ -52,13 +54,43 @@ class PolicyFaults:
         except BaseException as error:  # noqa: BLE001 (a policy may raise anything)
             self.note(f"raised in {name}()", "its own records may be wrong from here on", error)
 
-    def ask(self, name: str, hook: Callable[..., T], *what: Any, instead: T, consequence: str) -> T:
-        """Return what a hook of the policy returns, or ``instead`` if it raises."""
+    def ask(
+        self,
+        name: str,
+        hook: Callable[..., T],
+        *what: Any,
+        fits: Callable[[T], bool] = lambda answer: True,
+        instead: T,
+        consequence: str,
+    ) -> T:
+        """Return what a hook of the policy returns, or ``instead`` if it raises or returns what does not fit."""
         try:
-            return hook(*what)
+            answer = hook(*what)
+            if fits(answer):
+                return answer
         except Exception as error:  # noqa: BLE001 (a policy may raise anything)
             self.note(f"raised in {name}()", consequence, error)
-            return instead
+        else:
+            self.note(f"returned {_text(answer):.100} in {name}()", consequence)
+        return instead
+
+
+def are_terms(answer: object) -> bool:
+    """Return whether this is an answer of ``Policy.default_terms``."""
+    return isinstance(answer, Terms)
+
+
+def are_counts(answer: object) -> bool:
+    """Return whether this is an answer of ``Policy.slo``."""
+    return isinstance(answer, Mapping) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(one, Integral) for one in pair)
+        for pair in answer.values()
+    )
+
+
+def are_numbers(answer: object) -> bool:
+    """Return whether this is an answer of ``Policy.service``."""
+    return isinstance(answer, Mapping) and all(isinstance(value, Real) for value in answer.values())
 
 
 def problem(

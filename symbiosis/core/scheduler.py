@@ -35,7 +35,7 @@ from functools import partial
 from typing import NamedTuple
 
 from symbiosis.core.clients import STOPPED_S, Clients, ClientState
-from symbiosis.core.faults import PolicyFaults, problem
+from symbiosis.core.faults import PolicyFaults, are_counts, are_numbers, are_terms, problem
 from symbiosis.core.policy import Policy, Run, Wait
 from symbiosis.core.queues import Queue, Queues
 from symbiosis.core.requests import Batch, Key, Request, Slice
@@ -140,6 +140,7 @@ class Scheduler:
             "default_terms",
             self.policy.default_terms,
             client,
+            fits=are_terms,
             instead=NO_TERMS,
             consequence="the client joins without terms of the policy",
         )
@@ -192,8 +193,8 @@ class Scheduler:
         """Return ``slo()`` and ``service()`` of the policy."""
         none = "the statistics have none of it"
         return (
-            self._faults.ask("slo", self.policy.slo, instead={}, consequence=none),
-            self._faults.ask("service", self.policy.service, instead={}, consequence=none),
+            self._faults.ask("slo", self.policy.slo, fits=are_counts, instead={}, consequence=none),
+            self._faults.ask("service", self.policy.service, fits=are_numbers, instead={}, consequence=none),
         )
 
     def offer(self, request: Request, now: float) -> Batch | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from typing import Any
 
 import pytest
 
@@ -456,3 +457,24 @@ def test_a_policy_that_raises_when_it_is_asked_costs_its_answers_only() -> None:
     first, second = map(str, scheduler.policy_errors)
     assert "raised in default_terms(): KeyError('a'); the client joins without terms of the policy" in first
     assert "raised in slo(): RuntimeError('no targets')" in second
+
+
+@pytest.mark.parametrize("wrong", [None, "x", {"a": "x"}, {"a": (1, "x")}, {"a": (1,)}])
+def test_a_policy_that_returns_wrong_types_costs_its_answers_only(wrong: Any) -> None:
+    class Wrong(NoLockstep):
+        def default_terms(self, client: str) -> Any:
+            return wrong
+
+        def slo(self) -> Any:
+            return wrong
+
+        def service(self) -> Any:
+            return wrong
+
+    scheduler = Scheduler(Wrong(), layers=1, max_rows=8)
+    assert scheduler.client_joined("a") == NO_TERMS
+    assert scheduler.accounts() == ({}, {})
+    first, second, third = map(str, scheduler.policy_errors)
+    assert f"returned {wrong!r} in default_terms(); the client joins without terms of the policy" in first
+    assert f"returned {wrong!r} in slo(); the statistics have none of it" in second
+    assert f"returned {wrong!r} in service(); the statistics have none of it" in third
