@@ -82,8 +82,8 @@ FORMATS: dict[str, NumberFormat] = {
         5e-2,
         0.3,
         tokens=False,
-        note="Model, products and scales are as QLoRA has them. PEFT rounds an adapter's first values and its results "
-        "to bf16 there; a client keeps them in fp32.",
+        note="Model, products and scales are as QLoRA has them. PEFT rounds an adapter's results to "
+        "bf16 there; a client keeps them in fp32.",
     ),
     "bitsandbytes int8": NumberFormat(
         torch.float32,
@@ -145,7 +145,8 @@ def model_in(name: str, format_: NumberFormat) -> Any:
     """Return a model of the zoo in a format, made by transformers."""
     if format_.quantization is None:
         return zoo_model(name).to(format_.dtype)
-    model = zoo_model(name, hidden_size=64, intermediate_size=128)  # NF4 has blocks of 64 numbers
+    # NF4 has blocks of 64 numbers. With larger weights, other rounding sends tokens of a mixture to other experts.
+    model = zoo_model(name, hidden_size=64, intermediate_size=128, initializer_range=0.02)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         made = type(model).from_pretrained(folder, quantization_config=format_.quantization(), dtype=format_.dtype)
