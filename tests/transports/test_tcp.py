@@ -63,6 +63,7 @@ async def test_a_port_in_use(base: Any) -> None:
             await executor.listen(listener.address)
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # Python 3.12 warns of forks beside threads
 async def test_a_closed_port_is_free_while_a_forked_child_lives(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
