@@ -22,7 +22,7 @@ from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
 from symbiosis.errors import UnknownNameError, UsageError
 from symbiosis.host import Executor
-from symbiosis.privacy import NoisePool, Seen
+from symbiosis.privacy import LocalPads, NoisePool, Seen
 from symbiosis.privacy.amplitude import Amplitudes
 from symbiosis.privacy.audit.adapter import solve_adapter
 from symbiosis.privacy.audit.attacks import complement, difference, every_vector, round_to_power_of_two
@@ -375,6 +375,38 @@ async def test_each_scheme_and_each_attack_is_judged_by_results_of_its_own() -> 
     assert result.observations[0].scores == result.observations[1].scores
     assert list(result.costs) == ["none", "none #2"]
     assert result.limits.keys() == ATTACKS.keys()
+
+
+class Leaky:
+    """A mask that also sends each bare row in a call of its own, once the first requests are over."""
+
+    def __init__(self, mask: Any, send: Any) -> None:
+        self._mask, self._send, self._requests = mask, send, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mask, name)
+
+    def mask(self, key: Key, x: torch.Tensor, amplitude: Any, kind: Kind) -> Any:
+        self._requests += 1
+        if self._requests > 100:
+            self._send(Call(key.effects, kind, (2 * x,)))
+        return self._mask.mask(key, x, amplitude, kind)
+
+
+class LeakyPads(LocalPads):
+    name = "leaky-pads"
+
+    def begin(self, channels: Any, send: Any) -> Any:
+        return Leaky(super().begin(channels, send), send)
+
+
+async def test_bare_rows_in_calls_of_their_own_are_found() -> None:
+    result = await audit([LeakyPads(model=build(FEW)), "local-pads"], FEW, baselines=2, rounds=0)
+    leaky, pads = result.observations
+    assert {("rows apart", "activations"), ("rows apart", "gradients")} <= _found(result, "leaky-pads")
+    assert leaky.scores["rows apart"]["gradients"].recovered > 0.8, "all but rows of zeros"
+    assert not result.holds("leaky-pads")
+    assert not any(score.recovered for score in pads.scores.get("rows apart", {}).values())
 
 
 async def test_an_audit_that_is_cancelled_ends_before_its_next_attack() -> None:

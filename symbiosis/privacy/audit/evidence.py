@@ -64,6 +64,12 @@ class FirstRequests(NamedTuple):
         return self._replace(sizes=1 + deviation * torch.randn(self.sizes.shape, generator=generator))
 
 
+def sent_apart(calls: Iterable[Seen], sent: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what the calls of one client have besides ``sent``, which are its rows: matrices [m, w] at any place."""
+    rows_sent = {_content(matrix) for matrix in sent}
+    return [matrix.float() for call in calls for matrix in call.tensors if _content(matrix) not in rows_sent]
+
+
 def collect(calls: Iterable[Seen], sent: Sequence[torch.Tensor]) -> Evidence:
     """Sort the calls of one client by place. Matrices other than those in ``sent`` were sent for their effects."""
     rows_sent = {_content(matrix) for matrix in sent}

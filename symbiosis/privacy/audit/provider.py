@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from symbiosis.privacy.audit import attacks, guesses
 from symbiosis.privacy.audit.adapter import adapter_from_known_text, adapter_from_rows
 from symbiosis.privacy.audit.evidence import Estimates, Evidence, FirstRequests
 from symbiosis.privacy.audit.public import Public
-from symbiosis.privacy.audit.scores import Score, link_by_rows, rows_score, tokens_score
+from symbiosis.privacy.audit.scores import Score, link_by_rows, rows_score, score_in_any_order, tokens_score
 from symbiosis.privacy.audit.workload import Truth
 
 GOALS = {
@@ -23,6 +25,7 @@ GOALS = {
 ATTACKS = {
     "as is": "takes rows as they were sent",
     "every vector": "subtracts each vector that was sent for its effects, and keeps the smallest rest",
+    "rows apart": "takes rows that were sent in calls of their own as they are, whichever bare rows they may be",
     "difference": "finds rows with the same mask by their likeness, and subtracts their mean",
     "projection": "keeps what is outside the span of the noise that was sent, and guesses the rest from it",
     "principal": "keeps what is outside the largest directions of the traffic, and guesses the rest from it",
@@ -48,9 +51,18 @@ _BY_PLACE = {
 
 
 def attack(
-    evidence: Evidence, first: FirstRequests | None, truth: Truth, public: Public, decoys: torch.Tensor
+    evidence: Evidence,
+    apart: Sequence[torch.Tensor],
+    first: FirstRequests | None,
+    truth: Truth,
+    public: Public,
+    decoys: torch.Tensor,
 ) -> Scores:
-    """Make all attacks on recorded traffic, with ``decoys`` as guessed prompts, and score them by the truth.
+    """Make all attacks on recorded traffic, and score them by the truth.
+
+    Args:
+        apart: matrices [m, w] that were sent besides the rows.
+        decoys: guessed prompts.
 
     Raises:
         ValueError: the traffic is not that of this tenant; rows are missing, or there are too many.
@@ -67,6 +79,9 @@ def attack(
     if not any(len(stream.noise) for stream in evidence.values()):
         del estimates["projection"]
     found = {name: score(each, truth, public) for name, each in estimates.items() if each is not None}
+    if apart:
+        activations, gradients = (score_in_any_order(apart, truth, backward=backward) for backward in (False, True))
+        found["rows apart"] = {"activations": activations, "gradients": gradients}
     best = estimates.get("projection") or estimates["as is"]
     assert best is not None
     found["known text"] = {"adapter": adapter_from_known_text(evidence, best, truth, public)}

@@ -16,7 +16,15 @@ from symbiosis.core.registry import make_privacy
 from symbiosis.host import Executor
 from symbiosis.privacy.audit.attacks import difference
 from symbiosis.privacy.audit.costs import SchemeCosts, measure_costs
-from symbiosis.privacy.audit.evidence import Evidence, FirstRequests, collect, combine_shares, in_pairs, random_traffic
+from symbiosis.privacy.audit.evidence import (
+    Evidence,
+    FirstRequests,
+    collect,
+    combine_shares,
+    in_pairs,
+    random_traffic,
+    sent_apart,
+)
 from symbiosis.privacy.audit.limit import FALSE_FINDS, Limit
 from symbiosis.privacy.audit.provider import attack, score
 from symbiosis.privacy.audit.public import Public
@@ -90,6 +98,8 @@ class _Traffic(NamedTuple):
     truth: Truth
     evidence: list[Evidence]
     """The evidence of each executor that was used."""
+    apart: list[list[torch.Tensor]]
+    """What each of them received besides rows."""
     first: list[FirstRequests]
     """The requests of clients that are opened for one text each, as each executor received them."""
     size: int
@@ -154,6 +164,7 @@ class _AuditRun:
         return _Traffic(
             truth,
             [collect(calls, truth.sent) for calls in seen],
+            [sent_apart(calls, truth.sent) for calls in seen],
             [FirstRequests.collect(clients) for clients in short if clients[0]],
             sum(tensor.nbytes for calls in seen for call in calls for tensor in (*call.tensors, *(call.results or ()))),
         )
@@ -162,16 +173,18 @@ class _AuditRun:
         """Return the attacks of each executor, and of all of them together if there are several."""
         count = len(traffic.evidence)
         observations = []
-        for number, (evidence, first) in enumerate(zip(traffic.evidence, traffic.first, strict=True), 1):
+        executors = zip(traffic.evidence, traffic.apart, traffic.first, strict=True)
+        for number, (evidence, apart, first) in enumerate(executors, 1):
             executor = f"executor {number}" if count > 1 else ""
             await self._says(f"{name}: attacks {executor}")
             # A share has the mean x / count, so the attacks get it enlarged.
             whole = {place: stream._replace(rows=count * stream.rows) for place, stream in evidence.items()}
-            scores = attack(whole, first, traffic.truth, self.public, self.decoys)
+            scores = attack(whole, apart, first, traffic.truth, self.public, self.decoys)
             observations.append(Observation(name, executor, scores))
         if count > 1:
             await self._says(f"{name}: attacks of executors that collude")
-            scores = attack(combine_shares(traffic.evidence), None, traffic.truth, self.public, self.decoys)
+            apart = list(itertools.chain(*traffic.apart))
+            scores = attack(combine_shares(traffic.evidence), apart, None, traffic.truth, self.public, self.decoys)
             observations.append(Observation(name, "both together", scores, collusion=True))
         return observations
 
@@ -182,7 +195,8 @@ class _AuditRun:
             await self._says(f"random traffic, set {number + 1} of {baselines}")
             generator = torch.Generator().manual_seed(self.plan.seed + 1000 + number)
             noise = random_traffic(bare.evidence[0], bare.truth.rows, generator)
-            scores = attack(noise, bare.first[0].random(generator), bare.truth, self.public, self.decoys)
+            apart, first = [stream.noise for stream in noise.values()], bare.first[0].random(generator)
+            scores = attack(noise, apart, first, bare.truth, self.public, self.decoys)
             # No two of these rows are alike, and "difference" needs rows that are.
             alike = difference(in_pairs(noise, bare.truth.rows, generator), self.public)
             assert alike is not None

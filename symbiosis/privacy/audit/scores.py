@@ -49,6 +49,27 @@ def rows_score(estimates: Estimates, truth: Truth, *, backward: bool) -> Score:
     return Score(cosine, found.double().mean().item(), torch.cat(errors).median().item(), rows=len(found))
 
 
+def score_in_any_order(rows: Sequence[torch.Tensor], truth: Truth, *, backward: bool) -> Score:
+    """Score rows [m, w] that may be the bare rows of any place, in any order.
+
+    A bare row is recovered if a multiple of it is there. Rows of zeros are not.
+    """
+    by_width: dict[int, list[torch.Tensor]] = {}
+    for matrix in rows:
+        by_width.setdefault(matrix.shape[1], []).append(matrix)
+    units = {width: F.normalize(torch.cat(parts)) for width, parts in by_width.items()}
+    cosines = []
+    for place, true in truth.rows.items():
+        if place.backward is backward:
+            there = units.get(true.shape[1], true.new_zeros(1, true.shape[1]))
+            cosines += [(part @ there.T).abs().amax(1) for part in torch.split(F.normalize(true.float()), 1024)]
+    cosine = torch.cat(cosines).double()
+    found = cosine >= 0.99
+    errors = torch.where(found, (1 - cosine.square()).clamp_min(0).sqrt(), 1.0)
+    recovered = found.double()
+    return Score((recovered * cosine).mean().item(), recovered.mean().item(), errors.median().item(), rows=len(found))
+
+
 def rank_score(scores: torch.Tensor, right: torch.Tensor) -> Score:
     """Score choices by ``scores`` [n, choices], of which the greatest is chosen, and the right choices [n]."""
     own = scores.gather(1, right[:, None])
