@@ -86,8 +86,7 @@ def _send_on_loop(channel: Channel, call: Call, answer: Future[Results]) -> None
     except Exception as error:  # noqa: BLE001 (the error belongs to the thread that waits for the answer)
         answer.set_exception(error)
         return
-    assert isinstance(reply, asyncio.Future)
-    reply.add_done_callback(partial(_copy_result, answer))
+    asyncio.ensure_future(reply).add_done_callback(partial(_copy_result, answer))
 
 
 def _copy_result(answer: Future[Results], reply: asyncio.Future[Results]) -> None:

@@ -213,8 +213,8 @@ class TransportConformance:
         async with self._executor(tmp_path, policy) as (executor, address), self._channel(address, tmp_path) as channel:
             call = self._call(executor, (0,), Pass.FORWARD, 3)
             reply = channel.send(call)
-            assert isinstance(reply, asyncio.Future)
-            reply.add_done_callback(lambda done: done.cancelled() or done.exception())
+            if isinstance(reply, asyncio.Future):  # asyncio reports errors that no caller sees
+                reply.add_done_callback(lambda done: done.cancelled() or done.exception())
             await self._until(lambda: executor.status()["outstanding"] == 1)
             channel.cancel(call)
             await self._until(lambda: executor.status()["outstanding"] == 0)
@@ -297,9 +297,8 @@ class TransportConformance:
                 channel.begin_walk()
                 reply = channel.send(self._call(executor, (0,), Pass.FORWARD, 50))
             await self._until(lambda: not executor.status()["clients"] and executor.status()["outstanding"] == 0)
-            assert isinstance(reply, asyncio.Future)
-            if reply.done() and not reply.cancelled():
-                reply.exception()
+            with contextlib.suppress(SymbiosisError):
+                await asyncio.wait_for(reply, WITHIN_S)
             async with self._channel(address, tmp_path) as channel:
                 await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))
 
