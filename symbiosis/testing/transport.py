@@ -71,7 +71,10 @@ class TransportConformance:
         return {}
 
     def connect_options(self, folder: Path) -> dict[str, Any]:
-        """Return the options of clients. A transport whose channels do not reconnect leaves out ``retry``."""
+        """Return the options of clients. A transport whose channels do not reconnect leaves out ``retry``.
+
+        Another process gets the options as JSON, and paths as texts.
+        """
         return {"retry": 0.0}
 
     async def throw(self, address: str, data: bytes) -> None:
@@ -336,9 +339,9 @@ class TransportConformance:
         if not self.blocking:
             return
         async with self._executor(tmp_path) as (executor, address):
-            options = {name: str(value) for name, value in self.connect_options(tmp_path).items() if name != "retry"}
+            options = json.dumps(self.connect_options(tmp_path), default=str)
             victim = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", _VICTIM, address, json.dumps(options), stdout=asyncio.subprocess.PIPE
+                sys.executable, "-c", _VICTIM, address, options, stdout=asyncio.subprocess.PIPE
             )
             assert victim.stdout is not None
             await asyncio.wait_for(victim.stdout.readline(), WITHIN_S)

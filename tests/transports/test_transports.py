@@ -49,6 +49,9 @@ class TestTcp(TransportConformance):
     def address(self, folder: Path) -> str:
         return "tcp://127.0.0.1:0"
 
+    def connect_options(self, folder: Path) -> dict[str, Any]:
+        return {**super().connect_options(folder), "key": None}  # an option that is no text
+
     async def throw(self, address: str, data: bytes) -> None:
         host, _, port = address.partition("://")[2].rpartition(":")
         _, writer = await asyncio.open_connection(host, int(port))
