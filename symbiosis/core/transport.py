@@ -190,7 +190,10 @@ class Channel(Protocol):
         """Withdraw a call made by :meth:`send`."""
 
     def interrupt(self, error: BaseException) -> None:
-        """End the blocking :meth:`call` in progress, if any, with ``error``."""
+        """End the blocking :meth:`call` in progress, if any, with ``error``, and withdraw it.
+
+        Has no effect on a channel of :meth:`Transport.connect_blocking`, where a signal ends the call.
+        """
 
     def begin_walk(self) -> None: ...
     def end_walk(self) -> None: ...

@@ -31,8 +31,8 @@ from symbiosis.core.policy import Decision, Policy, Run, View, Wait
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, LayerSpec, Pass, expected
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
-from symbiosis.core.transport import Channel, Session
-from symbiosis.errors import BrokenError, PeerError, SymbiosisError, UsageError
+from symbiosis.core.transport import Channel, Identity, Session
+from symbiosis.errors import BrokenError, ClientClosedError, PeerError, PrivacyError, SymbiosisError, UsageError
 from symbiosis.executor.layers import base_layer
 from symbiosis.host import Executor
 from symbiosis.testing.models import tiny_model
@@ -91,13 +91,21 @@ class TransportConformance:
             yield executor, listener.address
 
     @asynccontextmanager
-    async def _channel(self, address: str, folder: Path, terms: Terms = NO_TERMS) -> AsyncIterator[Channel]:
-        transport = make_transport(address, **self.connect_options(folder))
-        channel = await asyncio.wait_for(transport.connect(address, f"client-{next(_names)}", terms), WITHIN_S)
+    async def _channel(
+        self, address: str, folder: Path, terms: Terms = NO_TERMS, *, blocking: bool = False, **options: Any
+    ) -> AsyncIterator[Channel]:
+        """Open a channel, for synchronous code if ``blocking``. ``options`` replace those of clients."""
+        transport = make_transport(address, **{**self.connect_options(folder), **options})
+        given = address, f"client-{next(_names)}", terms
+        opening = asyncio.to_thread(transport.connect_blocking, *given) if blocking else transport.connect(*given)
+        channel = await asyncio.wait_for(opening, WITHIN_S)
         try:
             yield channel
         finally:
-            channel.close()
+            if blocking:
+                await asyncio.to_thread(channel.close)
+            else:
+                channel.close()
 
     @staticmethod
     def _call(
@@ -186,10 +194,13 @@ class TransportConformance:
             for layout in (rows.t(), rows.t()[::2], rows.t()[:1].expand(3, -1)):
                 await self._check(executor, channel, Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (layout,)))
 
-    async def test_what_the_executor_hears(self, tmp_path: Path) -> None:
-        """A client's terms, its walks, the kinds of its calls, and that it waits for the answers."""
+    @pytest.mark.parametrize("blocking", [False, True])
+    async def test_what_the_executor_hears(self, tmp_path: Path, blocking: bool) -> None:
+        """A client's terms, its walks, and the kinds of its calls."""
+        if blocking and not self.blocking:
+            return
         async with self._executor(tmp_path) as (executor, address):
-            heard: list[tuple[Any, ...]] = []
+            heard = _hear(executor)
             join = executor.service.join
 
             def heard_join(client: str, terms: Terms = NO_TERMS, **named: Any) -> Any:
@@ -197,19 +208,28 @@ class TransportConformance:
                 return join(client, terms, **named)
 
             executor.service.join = heard_join  # type: ignore[method-assign]
-            executor.service.taps.append(lambda session: cast(Session, _Heard(session, heard)))
             terms = Terms(priority=-3, slo_ms=2e4, ttft_ms=3e4, kind=Kind.PREFILL)
-            async with self._channel(address, tmp_path, terms) as channel:
-                channel.begin_walk()
-                for kind in Kind:
-                    call = self._call(executor, (0,), Pass.FORWARD, 2)
-                    await self._check(executor, channel, replace(call, kind=kind))
-                channel.end_walk()
+            calls = [replace(self._call(executor, (0,), Pass.FORWARD, 2), kind=kind) for kind in Kind]
+            async with self._channel(address, tmp_path, terms, blocking=blocking) as channel:
+
+                def walk() -> None:
+                    channel.begin_walk()
+                    for call in calls:
+                        channel.call(call)
+                    channel.end_walk()
+
+                if blocking:
+                    await asyncio.wait_for(asyncio.to_thread(walk), WITHIN_S)
+                else:
+                    channel.begin_walk()
+                    for call in calls:
+                        await self._check(executor, channel, call)
+                    channel.end_walk()
                 await self._until(lambda: heard[-1] == ("end_walk",))
             assert heard[0] == ("join", terms)
             assert heard[1] == ("begin_walk",)
-            calls = [call for name, *given in heard if name in ("at_once", "submit") for call in given]
-            assert [call.kind for call, _ in itertools.groupby(calls)] == list(Kind)
+            asked = [call for name, *given in heard if name in ("at_once", "submit") for call in given]
+            assert [call.kind for call, _ in itertools.groupby(asked)] == list(Kind)
 
     async def test_a_cancelled_call_does_not_run(self, tmp_path: Path) -> None:
         policy = _Hold()
@@ -220,6 +240,21 @@ class TransportConformance:
                 reply.add_done_callback(lambda done: done.cancelled() or done.exception())
             await self._until(lambda: executor.status()["outstanding"] == 1)
             channel.cancel(call)
+            await self._until(lambda: executor.status()["outstanding"] == 0)
+            policy.holds = False
+            await self._check(executor, channel, self._call(executor, (1,), Pass.FORWARD, 2))
+            assert policy.layers == [(1,)]
+
+    async def test_an_interrupted_call_does_not_run(self, tmp_path: Path) -> None:
+        """A call for which a thread waits ends with the error of the interruption."""
+        policy = _Hold()
+        async with self._executor(tmp_path, policy) as (executor, address), self._channel(address, tmp_path) as channel:
+            call = self._call(executor, (0,), Pass.BACKWARD, 3)
+            waiting = asyncio.create_task(asyncio.to_thread(channel.call, call))
+            await self._until(lambda: executor.status()["outstanding"] == 1)
+            channel.interrupt(ClientClosedError("interrupted"))
+            with pytest.raises(ClientClosedError, match="interrupted"):
+                await asyncio.wait_for(waiting, WITHIN_S)
             await self._until(lambda: executor.status()["outstanding"] == 0)
             policy.holds = False
             await self._check(executor, channel, self._call(executor, (1,), Pass.FORWARD, 2))
@@ -368,6 +403,45 @@ class TransportConformance:
                     (result,) = await asyncio.wait_for(reply, WITHIN_S)
                     assert_close(result, self._expected(again, call)[0])
 
+    @pytest.mark.parametrize("blocking", [False, True])
+    @pytest.mark.parametrize("same_model", [True, False])
+    async def test_an_executor_that_may_not_come_back(self, tmp_path: Path, same_model: bool, blocking: bool) -> None:
+        """An executor of another model, or one that a check refuses, gets no call: none that was outstanding, and none
+        that is made later."""
+        if not self.reconnects or (blocking and not self.blocking):
+            return
+        checked: list[Identity] = []
+
+        def check(identity: Identity) -> None:
+            checked.append(identity)
+            raise PrivacyError("refused by a check")
+
+        def send(call: Call) -> Any:
+            return asyncio.to_thread(channel.call, call) if blocking else channel.send(call)
+
+        model = _model()
+        async with contextlib.AsyncExitStack() as stack:
+            async with self._executor(tmp_path, _Hold()) as (executor, address):
+                opened = self._channel(address, tmp_path, blocking=blocking, retry=WITHIN_S)
+                channel = await stack.enter_async_context(opened)
+                if same_model:
+                    channel.before_return(check)
+                else:
+                    model.model.layers[0].self_attn.q_proj.weight.data.add_(1.0)
+                call = self._call(executor, (0,), Pass.FORWARD, 2)
+                outstanding = asyncio.ensure_future(send(call))
+                await self._until(lambda: executor.status()["outstanding"] == 1)
+            async with Executor(model, policy="no-lockstep") as again:
+                heard = _hear(again)
+                await again.listen(address, **self.listen_options(tmp_path))
+                errors: Any = PrivacyError if same_model else (PeerError, BrokenError)
+                with pytest.raises(errors):
+                    await asyncio.wait_for(outstanding, WITHIN_S)
+                with pytest.raises(errors):
+                    await asyncio.wait_for(send(call), WITHIN_S)
+                assert heard == []
+                assert set(checked) == ({again.service.identity()} if same_model else set())
+
     async def test_patience_ends(self, tmp_path: Path) -> None:
         """Calls end in time and with a reason if the executor does not come back."""
         if not self.reconnects:
@@ -464,6 +538,13 @@ class _Heard:
             return found(*given)
 
         return noted
+
+
+def _hear(executor: Executor) -> list[tuple[Any, ...]]:
+    """Return the list in which calls of the executor's sessions are noted from now on."""
+    heard: list[tuple[Any, ...]] = []
+    executor.service.taps.append(lambda session: cast(Session, _Heard(session, heard)))
+    return heard
 
 
 class _Hold(Policy):

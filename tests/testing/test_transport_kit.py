@@ -1,4 +1,4 @@
-"""The kit for transports finds transports that leave out a part of what a client says."""
+"""The kit for transports finds transports that leave out a part of what a client says, and no others."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import RequestError
 from symbiosis.testing import transport
 from symbiosis.transports.inproc import InProcTransport
+from symbiosis.transports.shm import ShmTransport
 
 _names = itertools.count(1)
 
@@ -31,10 +32,19 @@ class Kit(transport.TransportConformance):
         return {}
 
 
+class ShmKit(Kit):
+    def address(self, folder: Path) -> str:
+        return f"shm://{folder}/{next(_names)}.sock"
+
+    def connect_options(self, folder: Path) -> dict[str, Any]:
+        return {"retry": 0.0}
+
+
 def changed(change: Callable[[Call], Call]) -> Callable[[Any], None]:
     def apply(channel: Any) -> None:
-        send = channel.send
-        channel.send = lambda call: send(change(call))
+        send, call = channel.send, channel.call
+        channel.send = lambda sent: send(change(sent))
+        channel.call = lambda sent: call(change(sent))
 
     return apply
 
@@ -51,6 +61,10 @@ def ignoring_strides(call: Call) -> Call:
     return replace(call, tensors=tuple(torch.as_strided(t, t.shape, (t.shape[1], 1)).clone() for t in call.tensors))
 
 
+decoding = changed(lambda call: replace(call, kind=Kind.DECODE))
+of_one_tensor = changed(lambda call: replace(call, tensors=call.tensors[:1]))
+
+
 class Reply:
     """A reply that is awaited like a future, and is none."""
 
@@ -61,40 +75,55 @@ class Reply:
         return self._future.__await__()
 
 
-FAULTY: dict[str, tuple[Callable[[Any], None], str, tuple[Any, ...]]] = {
-    "no kinds": (changed(lambda call: replace(call, kind=Kind.DECODE)), "test_what_the_executor_hears", ()),
-    "no walks": (without("begin_walk", "end_walk"), "test_what_the_executor_hears", ()),
-    "no cancellation": (without("cancel"), "test_a_cancelled_call_does_not_run", ()),
-    "one tensor of a bank": (
-        changed(lambda call: replace(call, tensors=call.tensors[:1])),
-        "test_calls_of_several_tensors",
-        ("linear",),
+def in_process(change: Callable[[Any], None], test: str, *arguments: Any) -> tuple[Any, ...]:
+    return Kit, InProcTransport, change, test, arguments
+
+
+def in_others(change: Callable[[Any], None], test: str, *arguments: Any) -> tuple[Any, ...]:
+    return ShmKit, ShmTransport, change, test, arguments
+
+
+FAULTY: dict[str, tuple[Any, ...]] = {
+    "no kinds": in_process(decoding, "test_what_the_executor_hears", False),
+    "no walks": in_process(without("begin_walk", "end_walk"), "test_what_the_executor_hears", False),
+    "no cancellation": in_process(without("cancel"), "test_a_cancelled_call_does_not_run"),
+    "no interruption": in_process(without("interrupt"), "test_an_interrupted_call_does_not_run"),
+    "one tensor of a bank": in_process(of_one_tensor, "test_calls_of_several_tensors", "linear"),
+    "one tensor of an MLP": in_process(of_one_tensor, "test_calls_of_several_tensors", "mlp"),
+    "no strides": in_process(changed(ignoring_strides), "test_rows_in_any_layout"),
+    "no terms": in_process(lambda channel: None, "test_what_the_executor_hears", False),
+    "no checks": in_others(without("before_return"), "test_an_executor_that_may_not_come_back", True, False),
+    "no kinds of synchronous clients": in_others(decoding, "test_what_the_executor_hears", True),
+    "no walks of synchronous clients": in_others(
+        without("begin_walk", "end_walk"), "test_what_the_executor_hears", True
     ),
-    "one tensor of an MLP": (
-        changed(lambda call: replace(call, tensors=call.tensors[:1])),
-        "test_calls_of_several_tensors",
-        ("mlp",),
+    "no terms of synchronous clients": in_others(lambda channel: None, "test_what_the_executor_hears", True),
+    "no checks of synchronous clients": in_others(
+        without("before_return"), "test_an_executor_that_may_not_come_back", True, True
     ),
-    "no strides": (changed(ignoring_strides), "test_rows_in_any_layout", ()),
-    "no terms": (lambda channel: None, "test_what_the_executor_hears", ()),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTY)
 async def test_a_faulty_transport_fails(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alter, test, arguments = FAULTY[fault]
+    kit, base, alter, test, arguments = FAULTY[fault]
 
-    class Faulty(InProcTransport):
+    class Faulty(base):  # type: ignore[misc]
         async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Any:
-            channel = await super().connect(address, client, NO_TERMS if fault == "no terms" else terms)
-            alter(channel)
-            return channel
+            return altered(await super().connect(address, client, NO_TERMS if "no terms" in fault else terms))
 
-    await getattr(Kit(), test)(tmp_path, *arguments)
+        def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Any:
+            return altered(super().connect_blocking(address, client, NO_TERMS if "no terms" in fault else terms))
+
+    def altered(channel: Any) -> Any:
+        alter(channel)
+        return channel
+
+    await getattr(kit(), test)(tmp_path, *arguments)
     monkeypatch.setattr(transport, "WITHIN_S", 1.0)
-    monkeypatch.setattr(transport, "make_transport", lambda *_, **__: Faulty())
-    with pytest.raises((AssertionError, TimeoutError, RequestError)):  # not an error of the faulty transport itself
-        await getattr(Kit(), test)(tmp_path, *arguments)
+    monkeypatch.setattr(transport, "make_transport", lambda *_, **options: Faulty(**options))
+    with pytest.raises((AssertionError, TimeoutError, RequestError, pytest.fail.Exception)):  # not one of Faulty itself
+        await getattr(kit(), test)(tmp_path, *arguments)
 
 
 @pytest.mark.parametrize("test", ["test_a_cancelled_call_does_not_run", "test_a_client_that_leaves_is_forgotten"])
