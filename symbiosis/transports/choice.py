@@ -14,6 +14,7 @@ from symbiosis.core.transport import Check, Look
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError
 from symbiosis.transports.addresses import Addresses, Looks, Replica, fingerprint_in, together
 from symbiosis.transports.connection import AsyncConnection, BlockingConnection
+from symbiosis.transports.conversation import run_checks
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.model_parts import checked
 
@@ -121,8 +122,7 @@ class Choice:
             least = self._limits or limits
             if limits.rows < least.rows or limits.arena_bytes < least.arena_bytes:
                 raise RefusedError(f"{replica.address} allows smaller calls than the executor that was joined first")
-            for check in self._checks:
-                check(connection.welcome.identity)
+            run_checks(self._checks, connection.welcome.identity)
         except SymbiosisError:
             connection.close()
             raise

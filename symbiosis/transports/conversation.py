@@ -94,6 +94,17 @@ class State(Enum):
     ENDED = "ended"
 
 
+def run_checks(checks: Sequence[Check], identity: Identity) -> None:
+    """Raise a SymbiosisError if any of the checks refuses an executor, or fails."""
+    for check in checks:
+        try:
+            check(identity)
+        except SymbiosisError:
+            raise
+        except Exception as error:
+            raise RefusedError(f"a check of this client refused the executor: {error!r}") from error
+
+
 _RESULT, _JOINED = Type.RESULT, State.JOINED  # on Python 3.11 a member looked up on its class takes six times as long
 
 
@@ -237,8 +248,7 @@ class Conversation:
             elif welcome.fingerprint != self._welcome.fingerprint:
                 raise RefusedError(f"the executor at {self.address} came back with another model; open a new client")
             else:
-                for check in self._checks:
-                    check(welcome.identity)
+                run_checks(self._checks, welcome.identity)
         except SymbiosisError as error:
             self.end(error)
             raise

@@ -338,6 +338,20 @@ def test_checks_run_before_an_executor_is_joined_again() -> None:
     assert talk.state is State.ENDED
 
 
+def test_a_check_that_fails_ends_the_conversation() -> None:
+    """An error of another class would be taken for one that may pass, and the executor joined again and again."""
+    talk = conversation()
+
+    def check(identity: Identity) -> None:
+        raise KeyError(identity.instance)
+
+    talk.before_return(check)
+    talk.lost(ConnectionLostError("gone"))
+    with pytest.raises(RefusedError, match=r"a check of this client refused the executor: KeyError\('i'\)"):
+        talk.joined(welcome())
+    assert talk.state is State.ENDED
+
+
 def test_an_interrupted_call_is_forgotten_and_needs_another_connection() -> None:
     talk = conversation(retry_s=0.0)
     talk.call(a_call())
