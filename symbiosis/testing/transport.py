@@ -335,7 +335,7 @@ class TransportConformance:
                 channel.begin_walk()
                 reply = channel.send(self._call(executor, (0,), Pass.FORWARD, 50))
             await self._until(lambda: not executor.status()["clients"] and executor.status()["outstanding"] == 0)
-            with contextlib.suppress(SymbiosisError):
+            with contextlib.suppress(SymbiosisError, asyncio.CancelledError):
                 await asyncio.wait_for(reply, WITHIN_S)
             async with self._channel(address, tmp_path) as channel:
                 await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))

@@ -391,11 +391,15 @@ class StreamListener(Generic[L]):
             raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
 
     async def close(self) -> None:
-        if self._server is not None:
+        server, self._server = self._server, None
+        if server is not None:
+            # asyncio loses a connection that it has accepted but not made yet. It makes each in two cycles.
+            asyncio.get_running_loop().remove_reader(self._listening)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
             with contextlib.suppress(OSError):  # Linux alone shuts down sockets that listen
                 self._listening.shutdown(socket.SHUT_RDWR)  # a forked process may have it too, and keep the port alive
-            self._server.close()
-            self._server = None
+            server.close()
             for line in list(self.lines):
                 line.end(ExecutorClosedError.of(self.address))
         self.share.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import signal
 import socket
@@ -79,6 +81,23 @@ async def test_a_closed_port_is_free_while_a_forked_child_lives(base: Any) -> No
         finally:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)  # noqa: ASYNC222 (it was killed)
+
+
+@pytest.mark.parametrize("cycles", range(5))
+async def test_connections_that_are_accepted_while_the_listener_closes_end(base: Any, cycles: int) -> None:
+    """The listener closes so many cycles of the event loop after clients have connected."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        clients = [socket.create_connection(resolve(listener.address), timeout=20) for _ in range(3)]
+        for _ in range(cycles):
+            await asyncio.sleep(0)
+        await listener.close()
+        for client in clients:
+            with client, contextlib.suppress(ConnectionResetError):
+                while await in_thread(client.recv, 4096):
+                    pass
+        await until(lambda: not listener.lines)  # type: ignore[attr-defined]
+        gc.collect()  # a socket that was lost raises a warning
 
 
 async def test_ipv6(base: Any) -> None:
