@@ -78,11 +78,14 @@ class World:
         self._silent: set[str] = set()
         """Clients that counted as thinking because they began a walk, and have sent no request since."""
         self._held: dict[str, float] = {}
-        """Seconds for which the requests of each client's walk have held the front of the queue in waits."""
+        """Seconds for which requests of each client's walk that were passed over have held the front of the queue in
+        waits."""
         self._wait: tuple[str, float] | None = None
-        """The client at the front during a wait, and since when."""
+        """During a wait with such a request at the front: its client, and since when."""
         self._passed_over: set[str] = set()
         """Clients of whose present walk a request was passed over."""
+        self._overtaken: set[int] = set()
+        """Requests, by id, that were passed over, or submitted in a walk of which one was."""
         self._ids = 0
 
     def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> None:
@@ -150,6 +153,8 @@ class World:
         self._taken[request.id] = self._done[request.id] = 0
         if not self.clients[client]:
             self._new_walk(client)
+        if client in self._passed_over:
+            self._overtaken.add(request.id)
         self._thinks_since.pop(client, None)
         self._silent.discard(client)
         return request
@@ -188,12 +193,14 @@ class World:
             self._thinks_since.clear()
         if isinstance(action, Batch):
             self._started(action)
-            self._passed_over.update(request.client for request in self.queued)
+            self._overtaken.update(request.id for request in self.queued)
+            self._passed_over.update(request.client for request in queued if request.id in self._overtaken)
         elif before:
             assert self.clock.now < action.time < math.inf, (
                 f"{self.policy!r} waits until {action.time}, now is {self.clock.now}"
             )
-            self._wait = queued[0].client, self.clock.now
+            if queued[0].id in self._overtaken:
+                self._wait = queued[0].client, self.clock.now
         else:
             assert action.time == math.inf, f"{self.policy!r} waits although nothing is queued"
         self.check()
@@ -202,7 +209,7 @@ class World:
     def _held_up(self, oldest: Request) -> bool:
         """Return whether waits have held up the walk of the oldest request for so long that no client counts as
         thinking any more."""
-        return oldest.client in self._passed_over and self._held.get(oldest.client, 0.0) >= HELD_S - 1e-3
+        return self._held.get(oldest.client, 0.0) >= HELD_S - 1e-3
 
     def _new_walk(self, client: str) -> None:
         self._held[client] = 0.0

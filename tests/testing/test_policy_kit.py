@@ -14,10 +14,10 @@ from hypothesis import Phase, settings
 
 from symbiosis.core.policy import Policy, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Pass, Request
-from symbiosis.core.scheduler import Scheduler, WaitUntil
+from symbiosis.core.scheduler import HELD_S, Scheduler, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import PolicyError, UsageError
-from symbiosis.policies import Fair, NoLockstep
+from symbiosis.policies import Fair, Lockstep, NoLockstep
 from symbiosis.testing import PolicyConformance, World
 from tests.helpers import PROFILE
 
@@ -390,6 +390,12 @@ def test_a_policy_belongs_to_one_scheduler() -> None:
         Scheduler(NoLockstep(), layers=1, max_rows=8)
 
 
+def _decided(world: World) -> Batch:
+    action = world.decide()
+    assert isinstance(action, Batch), action
+    return action
+
+
 class TestTheWorldItself:
     """The records of a world catch an error of the scheduler."""
 
@@ -422,6 +428,28 @@ class TestTheWorldItself:
         batch.key = world.keys[1]
         with pytest.raises(AssertionError, match="has rows of"):
             world._check_batch(batch)
+
+    @pytest.mark.parametrize("then", ["submits", "begins a walk", "begins a walk and submits"])
+    def test_a_request_that_was_passed_over_stays_so(self, then: str) -> None:
+        """Its client submits another one outside a walk, or begins a walk. The scheduler ends waits after HELD_S."""
+        world = World(Lockstep(), layers=2, max_rows=8)
+        for name in ("late", "first", "thinker-0", "thinker-1"):
+            world.join(name)
+        world.submit("late", world.keys[2], 1)
+        world.submit("first", world.keys[0], 1)
+        assert [request.client for request in world.complete(_decided(world))] == ["first"]
+        if then == "submits":
+            world.submit("late", world.keys[2], 1)
+        else:
+            world.begin_walk("late")
+        if then == "begins a walk and submits":
+            world.complete(_decided(world))
+            world.submit("late", world.keys[2], 1)
+        for number in range(2):
+            world.begin_walk(f"thinker-{number}")
+            assert isinstance(world.decide(), WaitUntil)
+            world.clock.advance(HELD_S / 2)
+        assert {request.client for request, _, _ in _decided(world).slices} == {"late"}
 
     def test_a_clock_that_goes_back(self) -> None:
         with pytest.raises(ValueError, match="-1"):
