@@ -6,7 +6,7 @@ If the scheduler refuses a decision, it names the policy, and serves requests in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -266,18 +266,18 @@ def no_shrinking() -> Iterator[None]:
     settings.load_profile(PROFILE)
 
 
-def complaints(policy: type[Any], about: str | None = None) -> str:
+def complaints(policy: type[Any], about: str | None = None, tests: Sequence[str] = TESTS, examples: int = 50) -> str:
     """Return the messages of the kit's tests for a policy, up to the first one with ``about``."""
 
     class Kit(PolicyConformance):
-        max_examples = 50
+        max_examples = examples
 
         def make_policy(self) -> Policy:
             made: Policy = policy()
             return made
 
     found = []
-    for test in TESTS:
+    for test in tests:
         try:
             getattr(Kit(), test)()
         except (AssertionError, ExceptionGroup) as error:
@@ -300,9 +300,20 @@ def test_bad_policies_are_caught(name: str) -> None:
     assert complaint in said, said
 
 
+class InPieces(Oldest):
+    """Run strictly in the order of arrival, in small batches."""
+
+    def decide(self, view: View, now: float) -> Any:
+        return Run(view.oldest.key, [(view.oldest, min(view.oldest.remaining, 4))], "in pieces")
+
+
 def test_a_good_policy_passes() -> None:
     assert complaints(Oldest) == ""
     assert complaints(NoLockstep) == ""
+
+
+def test_small_batches_in_the_order_of_arrival_starve_no_request() -> None:
+    assert complaints(InPieces, tests=["test_no_request_starves_wide"], examples=10) == ""
 
 
 REFUSED = [
