@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -163,10 +163,11 @@ class PolicyConformance(ABC):
         @given(
             works=st.lists(st.tuples(work, st.sampled_from([0.0, 1e-4, 1e-2])), min_size=1, max_size=20),
             terms=st.lists(ANY_TERMS, min_size=1, max_size=3),
+            before=_withdrawals(size),
         )
-        def game(works: Sequence[tuple[_Work, float]], terms: Sequence[Joining]) -> None:
+        def game(works: Sequence[tuple[_Work, float]], terms: Sequence[Joining], before: Sequence[_Withdrawal]) -> None:
             world = World(self.make_policy(), layers=size.layers, max_rows=size.max_rows)
-            _await(world, works, terms, self.patience_s)
+            _await(world, works, terms, before, self.patience_s)
 
         game()
 
@@ -179,7 +180,9 @@ class PolicyConformance(ABC):
             others=st.lists(work, min_size=1, max_size=6),
             rivals=st.integers(1, size.clients),
             joint=st.sampled_from([0, 2, 3]),
+            victim_is_joint=st.booleans(),
             terms=st.lists(ANY_TERMS, min_size=1, max_size=3),
+            before=_withdrawals(size),
             batches_in_patience=st.sampled_from([20, 100]),
         )
         def game(
@@ -187,17 +190,50 @@ class PolicyConformance(ABC):
             others: Sequence[_Work],
             rivals: int,
             joint: int,
+            victim_is_joint: bool,
             terms: Sequence[Joining],
+            before: Sequence[_Withdrawal],
             batches_in_patience: int,
         ) -> None:
             world = World(self.make_policy(), layers=size.layers, max_rows=size.max_rows)
-            _play(world, self, victim, others, rivals, joint, terms, self.patience_s / batches_in_patience)
+            batch_s = self.patience_s / batches_in_patience
+            _play(world, self, victim, others, rivals, joint, victim_is_joint, terms, before, batch_s)
 
         game()
 
 
 _Work = tuple[int, int, Kind]
 """Index of a key, number of rows, and their kind."""
+_Withdrawal = tuple[int, int, str]
+"""Numbers of a client and of a key, and how the client withdraws a row for this key."""
+
+
+def _withdrawals(size: Size) -> st.SearchStrategy[list[_Withdrawal]]:
+    how = st.sampled_from(["cancels", "cancels after a decision", "leaves"])
+    return st.lists(st.tuples(st.integers(0, 63), st.integers(0, 2 * size.layers), how), max_size=3)
+
+
+def _withdraw(
+    world: World,
+    before: Sequence[_Withdrawal],
+    clients: Mapping[str, Joining],
+    submit: Callable[[str, _Work], Request],
+) -> None:
+    """Let clients, which are in a walk, submit and withdraw requests before a game. Clients that leave join again."""
+    names = list(clients)
+    for number, key, how in before:
+        name = names[number % len(names)]
+        request = submit(name, (key, 1, Kind.DECODE))
+        if how == "leaves":
+            world.leave(name)
+            world.join(name, clients[name][0], local=clients[name][1])
+            world.begin_walk(name)
+            continue
+        action = world.decide() if how == "cancels after a decision" else None
+        if isinstance(action, Batch):
+            world.clock.advance(_BATCH_S)
+            world.complete(action)
+        world.cancel(request)
 
 
 def _play(
@@ -207,11 +243,13 @@ def _play(
     others: Sequence[_Work],
     rivals: int,
     joint: int,
+    victim_is_joint: bool,
     terms: Sequence[Joining],
+    before: Sequence[_Withdrawal],
     batch_s: float,
 ) -> None:
-    """Let rivals, and so many local clients that decode jointly, compete with one request, the victim. The clients have
-    the given terms in turn, the victim first."""
+    """Let rivals, and so many local clients that decode jointly, compete with one request, the victim, which may be the
+    one of the joint walk. The clients have the given terms in turn, the victim first."""
     script = itertools.cycle(others)
     names = [f"tenant-{number % TENANTS}/rival-{number}" for number in range(rivals)]
     terms_of = dict(zip(["victim", *names], itertools.cycle(terms), strict=False))
@@ -224,15 +262,21 @@ def _play(
 
     for name in together:
         world.join(name, local=True)
+    waits = "victim"
     if together:
-        names.append(JOINT)
         terms_of[JOINT] = NO_TERMS, True
-    for name in [*names, "victim"]:
-        world.join(name, terms_of[name][0], local=terms_of[name][1])
+        if victim_is_joint:
+            del terms_of[waits]
+            waits = JOINT
+        else:
+            names.append(JOINT)
+    for name, (asked, local) in terms_of.items():
+        world.join(name, asked, local=local)
         world.begin_walk(name)
+    _withdraw(world, before, terms_of, submit)
     for name in names[: len(names) // 2]:
         submit(name, next(script))
-    request = submit("victim", victim)
+    request = submit(waits, victim)
     for name in names[len(names) // 2 :]:
         submit(name, next(script))
     arrived, first = world.clock.now, world.batches
@@ -310,11 +354,23 @@ _WAITS, _WAITS_A_SECOND = 100, 10_000
 """Largest number of waits without an event in between, and more for each second that they last."""
 
 
-def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[Joining], patience_s: float) -> None:
+def _await(
+    world: World,
+    works: Sequence[tuple[_Work, float]],
+    terms: Sequence[Joining],
+    before: Sequence[_Withdrawal],
+    patience_s: float,
+) -> None:
     """Submit each work so many seconds after the previous one, or after the running batch, by a client of its own."""
     thinker = "tenant-0/thinker"
     world.join(thinker)
     world.begin_walk(thinker)
+    _withdraw(
+        world,
+        before,
+        {thinker: (NO_TERMS, False)},
+        lambda client, work: world.submit(client, world.keys[work[0]], work[1], work[2]),
+    )
     coming, due = list(reversed(works)), world.clock.now + works[0][1]
     waits, began = 0, world.clock.now
     while coming or world.waiting:

@@ -81,6 +81,44 @@ class DoesNotKnowTheSecondTenant(Oldest):
 
 
 @bad("starves a request")
+class JointLast(Oldest):
+    """Joint requests wait while any other request is queued."""
+
+    def decide(self, view: View, now: float) -> Any:
+        requests = [request for queue in view.queues.values() for request in queue]
+        request = min(requests, key=lambda request: (bool(request.joint), request.id))
+        return Run(request.key, [(request, min(request.remaining, view.max_rows))], "joint last")
+
+
+@bad("starves a request")
+class CancelledFirst(Oldest):
+    """A client of which a request was cancelled precedes all others from then on."""
+
+    def __init__(self) -> None:
+        self.first: set[str] = set()
+
+    def cancelled(self, request: Request) -> None:
+        self.first.add(request.client)
+
+    def decide(self, view: View, now: float) -> Any:
+        requests = [request for queue in view.queues.values() for request in queue]
+        request = min(requests, key=lambda request: (request.client not in self.first, request.id))
+        return Run(request.key, [(request, min(request.remaining, view.max_rows))], "cancelled first")
+
+
+@bad("times in a row without an event in between")
+class AsksAgainAfterACancellation(Oldest):
+    def __init__(self) -> None:
+        self.waits = False
+
+    def cancelled(self, request: Request) -> None:
+        self.waits = True
+
+    def decide(self, view: View, now: float) -> Any:
+        return Wait(now + 1e-6) if self.waits and view.thinking else super().decide(view, now)
+
+
+@bad("starves a request")
 class FirstLayerFirst(Oldest):
     def decide(self, view: View, now: float) -> Any:
         key = min(view.queues)
