@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch
@@ -51,6 +51,11 @@ class AnyScript(RuleBasedStateMachine):
         self.until: float | None = None
         self._size = size
         self._patience_s = patience_s
+
+    @initialize(seconds=st.sampled_from([None, 1e-6]))
+    def unloaded(self, seconds: float | None) -> None:
+        if seconds is not None:
+            self.world.unloaded(seconds)
 
     def _name(self, number: int) -> str:
         number %= self._size.clients

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 
 from symbiosis.core.clients import STOPPED_S
+from symbiosis.core.faults import tell_unloaded
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Pass, Request
 from symbiosis.core.scheduler import HELD_S, Scheduler, WaitUntil
@@ -88,6 +89,10 @@ class World:
         """Requests, by id, that were passed over, or submitted in a walk of which one was."""
         self._ids = 0
 
+    def unloaded(self, seconds: float) -> None:
+        """Tell the policy how long a token takes in the base layers of an idle executor, before any client joins."""
+        tell_unloaded(self.policy, seconds)
+
     def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> None:
         """Let a client join."""
         self.scheduler.client_joined(client, terms, local=local)
@@ -128,7 +133,10 @@ class World:
     def submit(
         self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE, joint: tuple[str, ...] = ()
     ) -> Request:
-        """Queue a request, in a joint walk of these clients if any are given."""
+        """Queue a request, in a joint walk of these clients if any are given. The policy is asked whether they may join
+        it, and the world goes on whatever it answers."""
+        for member in joint:
+            self.scheduler.may_join(member, self.clock.now)
         request = self._request(client, key, rows, kind)
         request.joint = joint
         self.scheduler.submit(request)
@@ -276,6 +284,7 @@ class World:
     def check(self) -> None:
         """Assert that the scheduler's records agree with these, and that it has refused no decision of the policy."""
         self.scheduler.validate()
+        self.scheduler.accounts()
         if self.scheduler.policy_errors:
             error = self.scheduler.policy_errors[0]
             raise AssertionError(f"the scheduler refused a decision: {error}") from error

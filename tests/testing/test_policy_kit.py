@@ -263,6 +263,30 @@ class RaisesWhenSubmitted(Oldest):
         raise ZeroDivisionError
 
 
+@bad("raised in slo()")
+class HasNoTargets(Oldest):
+    def slo(self) -> Any:
+        raise KeyError("no targets")
+
+
+@bad("in service()")
+class CountsInWords(Oldest):
+    def service(self) -> Any:
+        return {"tenant-0": "much"}
+
+
+@bad("raised in may_join()")
+class RaisesWhenAsked(Oldest):
+    def may_join(self, client: str, now: float) -> bool:
+        raise KeyError(client)
+
+
+@bad("raised in unloaded()")
+class RaisesAtTheFirstMeasurement(Oldest):
+    def unloaded(self, seconds: float) -> None:
+        raise KeyError(seconds)
+
+
 @bad("neither Run nor Wait")
 class ReturnsNone(Oldest):
     def decide(self, view: View, now: float) -> Any:
@@ -318,7 +342,7 @@ def complaints(policy: type[Any], about: str | None = None, tests: Sequence[str]
     for test in tests:
         try:
             getattr(Kit(), test)()
-        except (AssertionError, ExceptionGroup) as error:
+        except (AssertionError, PolicyError, ExceptionGroup) as error:
             found.append(f"{test}: {flatten(error)}")
             if about is not None and about in found[-1]:
                 break
