@@ -49,7 +49,8 @@ class World:
 
     Args:
         policy: a new policy, which is tested.
-        layers: size of the layer table. Layers 0 and 1 have a key each, and one key as siblings.
+        layers: size of the layer table. ``keys`` has a forward key and a backward key for each layer, in this order,
+            and then a forward key for layers 0 and 1 as siblings, if there are as many.
         max_rows: largest number of rows in a batch.
     """
 
@@ -59,7 +60,7 @@ class World:
         self.scheduler = Scheduler(policy, layers=layers, max_rows=max_rows)
         self.keys = [
             *(Key((layer,), pass_) for layer in range(layers) for pass_ in (Pass.FORWARD, Pass.BACKWARD)),
-            Key((0, 1), Pass.FORWARD),
+            *([Key((0, 1), Pass.FORWARD)] if layers > 1 else []),
         ]
         self.running: list[Batch] = []
         self.batches = 0

@@ -478,6 +478,13 @@ class TestTheWorldItself:
         world.begin_walk("a")
         return world
 
+    @pytest.mark.parametrize("layers", [1, 2, 3])
+    def test_the_keys_are_of_layers_that_exist(self, layers: int) -> None:
+        world = World(NoLockstep(), layers=layers, max_rows=8)
+        assert {layer for key in world.keys for layer in key.layers} == set(range(layers))
+        assert world.keys[:2] == [Key((0,), Pass.FORWARD), Key((0,), Pass.BACKWARD)]
+        assert len(world.keys) == len(set(world.keys)) == 2 * layers + (layers > 1)
+
     def test_a_lost_request(self) -> None:
         world = self.make()
         request = world.submit("a", world.keys[0], 3)
