@@ -43,7 +43,7 @@ def compat(
 
     Every cell is a job: logits, generation, gradients, three optimizer steps, and the adapter saved and loaded. Its
     result is equal, refused with a reason, impossible in plain PEFT too, or wrong. Exit status 1 if one is wrong.
-    Models of the table are small and random. All of them take four minutes on 2 cores.
+    Models of the table are small and random. All take about a quarter of an hour on 2 cores.
 
     Examples:
 
