@@ -135,8 +135,10 @@ def split_page(page: Path) -> tuple[str, str]:
     """
     try:
         document = page.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{page} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise UsageError(f"{page} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{page} cannot be read: {error}") from error
     head, begin, rest = document.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
