@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -76,15 +77,19 @@ def markdown(audit: Audit) -> str:
     lines = [
         *_table(*summary(audit)),
         "",
-        f"Cosine with the truth, and in brackets the recovered fraction, of the attack that recovered the most. "
-        f"{NOTHING}: no attack got more than from random traffic. {NO_POWER}: nor from bare rows. *error*: the least "
-        f"median relative error of a row under any attack ({audit.random_error:.2f} on random traffic, from the public "
-        "model's mean).",
+        *_paragraph(
+            "Cosine with the truth, and in brackets the recovered fraction, of the attack that recovered the most. "
+            f"{NOTHING}: no attack got more than from random traffic. {NO_POWER}: the attacks find nothing in bare "
+            "rows either. *error*: of all attacks, the smallest median relative error of a row; guessing the public "
+            f"model's mean gives {audit.random_error:.2f}."
+        ),
         "",
         *_table(*cost_table(audit)),
         "",
-        f"Costs are relative to bare rows, in one process, with a model of width {audit.plan.hidden}, on which masking "
-        "weighs most. Errors are relative to the largest logit or gradient of the adapter.",
+        *_paragraph(
+            f"Costs are relative to bare rows, in one process, with a model of width {audit.plan.hidden}, on which "
+            "masking weighs most. Errors are relative to the largest logit or gradient of the adapter."
+        ),
     ]
     for goal, what in GOALS.items():
         attacks = [name for name in ATTACKS if any(goal in each.scores.get(name, {}) for each in audit.observations)]
@@ -95,7 +100,7 @@ def markdown(audit: Audit) -> str:
         lines += ["", f"**{goal}**: {what}. Bold: better than on random traffic.", ""]
         lines += _table(["scheme", *attacks], body)
     lines += ["", "Attacks:", "", *(f"- *{name}* {what}." for name, what in ATTACKS.items())]
-    lines += ["", "Schemes with their options: " + "; ".join(audit.schemes.values()) + "."]
+    lines += ["", *_paragraph("Schemes with their options: " + "; ".join(audit.schemes.values()) + ".")]
     lines += ["", f"Random traffic: {audit.sets} sets. One table in a hundred would have a false find."]
     return "\n".join(lines) + "\n"
 
@@ -114,6 +119,10 @@ def _limit(limit: Limit, choices: bool) -> str:
     if choices:
         texts.append(f"({_percent(limit.recovered) if limit.recovered < 1 else NO_POWER})")
     return " ".join(texts)
+
+
+def _paragraph(text: str) -> list[str]:
+    return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(headings: list[str], rows: list[list[str]]) -> list[str]:
