@@ -6,8 +6,8 @@ refuses them before they produce NaN: initialisations by name, methods by trying
 
 PEFT has no place to register such checks. It calls ``BaseTuner.inject_adapter`` for :func:`add_adapter` and for the
 tenant's own code (``get_peft_model``, ``PeftModel.from_pretrained``, ``model.add_adapter``), so importing this module
-wraps that function. It also wraps ``BaseTuner.__init__``, in which a few PEFT methods read weights. For models without
-VirtLayers, the wrappers do nothing.
+wraps that function. It also wraps ``BaseTuner.__init__``, in which a few PEFT methods read weights, and the function in
+which PEFT finds out what to load for ``modules_to_save``. For models without VirtLayers, the wrappers do nothing.
 
 On base models that bitsandbytes has quantized, plain PEFT has layers of its own, which leave a few methods out without
 a word. In a client these methods would work, with other numbers and adapters than plain PEFT's, so they are refused.
@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 
 from symbiosis.client.dora import serve_dora
 from symbiosis.client.experts import VirtExperts
@@ -130,8 +131,23 @@ def _inject_checked(self: Any, model: torch.nn.Module, adapter_name: str, *args:
             setattr(self, method, _refuse_to_merge)
 
 
+_load_map = ModulesToSaveWrapper.adapter_state_dict_load_map
+
+
+@functools.wraps(_load_map)
+def _load_map_with_placeholders(self: Any, adapter_name: str) -> Any:
+    """Name what an adapter's copy of a module takes from a file. PEFT finds its names in the copy's state dict, which
+    lacks placeholders."""
+    names = _load_map(self, adapter_name)
+    if adapter_name in self._adapters:
+        parameters = self.modules_to_save[adapter_name].named_parameters(remove_duplicate=False)
+        names |= {name: f"modules_to_save.{adapter_name}.{name}" for name, each in parameters if is_missing(each)}
+    return names
+
+
 BaseTuner.__init__ = _init_checked
 BaseTuner.inject_adapter = _inject_checked
+ModulesToSaveWrapper.adapter_state_dict_load_map = _load_map_with_placeholders
 
 
 def _reads_a_weight(error: BaseException | None) -> bool:

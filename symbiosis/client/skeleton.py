@@ -268,9 +268,8 @@ class _Protection:
     """Leaves placeholders out of a module's state dict, where they would be NaN in a file. Puts shared parameters into
     it as they are, so that a write to one is noticed and reaches this tenant alone. Serves as a post-hook.
 
-    A copy of a base layer alone has no protection: PEFT copies layers for ``modules_to_save``, and reads from the state
-    dict of the copy which tensors of an adapter it loads. From the state dict of any other copied part of the model,
-    placeholders are left out, and all else is as usual.
+    From the state dict of a copied part of the model, such as PEFT's copies for ``modules_to_save``, placeholders are
+    left out too, and all else is as usual.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -293,10 +292,9 @@ class _Protection:
     @staticmethod
     def of_part(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
         """Be the post-hook of a copied part."""
-        if prefix or not isinstance(module, VirtLayer):
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                if is_missing(parameter):
-                    state.pop(prefix + name, None)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if is_missing(parameter):
+                state.pop(prefix + name, None)
 
 
 def _fill_in_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -12,6 +12,7 @@ import peft
 import pytest
 import safetensors.torch
 import torch
+from peft.utils import SAFETENSORS_WEIGHTS_NAME as FILE
 from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
@@ -471,11 +472,14 @@ async def test_state_dicts_of_parts_have_no_placeholders(base_layers: Any, tmp_p
                 client.model.load_state_dict({})
 
 
-async def test_an_adapter_with_a_saved_layer_is_loaded(tmp_path: Any) -> None:
-    """PEFT finds out from the state dict of its copy of the layer what to load."""
-    model, config = tiny_model(), lora(modules_to_save=["lm_head", "norm"])
+@pytest.mark.parametrize("part", ["lm_head", "mlp"])
+async def test_an_adapter_with_a_saved_part_is_loaded(part: str, tmp_path: Any) -> None:
+    """PEFT finds out from the state dict of its copy of the part what to load, and to save again."""
+    model, config = tiny_model(), lora(target_modules=["q_proj"], modules_to_save=[part, "norm"])
     plain = peft.get_peft_model(copy.deepcopy(model), copy.deepcopy(config)).eval()
-    nn.init.normal_(plain.base_model.model.lm_head.modules_to_save["default"].weight)
+    for name, parameter in plain.named_parameters():
+        if f"{part}.modules_to_save" in name:
+            nn.init.normal_(parameter)
     plain.save_pretrained(tmp_path)
     ids = torch.arange(3, 21).reshape(2, 9)
     async with symbiosis.Executor(model) as executor, executor.client() as client:
@@ -483,6 +487,9 @@ async def test_an_adapter_with_a_saved_layer_is_loaded(tmp_path: Any) -> None:
         assert not any(tensor.isnan().any() for tensor in loaded.state_dict().values())
         with torch.no_grad():
             torch.testing.assert_close((await client.run(loaded, ids)).logits, plain(ids).logits)
+        loaded.save_pretrained(tmp_path / "again")
+        first, again = (safetensors.torch.load_file(folder / FILE) for folder in (tmp_path, tmp_path / "again"))
+        torch.testing.assert_close(again, first, rtol=0, atol=0)
 
 
 async def test_parametrized_placeholders_are_left_out_too(client: Any) -> None:
