@@ -332,9 +332,9 @@ def is_missing(parameter: nn.Parameter | None) -> bool:
 class VirtModule(VirtLayer):
     """Stands for a module that is served whole, such as an MLP, while the tenant has changed nothing inside it.
 
-    With an adapter, a trainable weight or active dropout inside, and for a client whose rows are masked, the module
-    runs in the client, and its own VirtLayers ask the executor. :func:`virtualize` makes it from the skeleton's module,
-    whose class it extends.
+    With an adapter, a hook, a trainable weight or active dropout inside, and for a client whose rows are masked, the
+    module runs in the client, and its own VirtLayers ask the executor. :func:`virtualize` makes it from the skeleton's
+    module, whose class it extends.
     """
 
     def _watch_inside(self) -> None:
@@ -361,9 +361,12 @@ class VirtModule(VirtLayer):
         for parent, name, child in self._inside:
             if parent._modules.get(name) is not child:
                 return False
-            if "parametrizations" in child._modules or (
-                isinstance(child, _VirtLinear)
-                and (child._own_weight() is not None or child._pass() is not Pass.FORWARD)
+            if "parametrizations" in child._modules or "forward" in vars(child):
+                return False
+            if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+                return False
+            if isinstance(child, _VirtLinear) and (
+                child._own_weight() is not None or child._pass() is not Pass.FORWARD
             ):
                 return False
         for parameters in self._parts:

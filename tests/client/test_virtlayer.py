@@ -394,6 +394,39 @@ class TestServedWhole:
             await client.forward(input_ids=IDS)
             assert "transformer.h.0.mlp forward" not in executor.statistics().layers
 
+    @pytest.mark.parametrize("how", ["hook", "pre-hook", "backward hook", "forward"])
+    async def test_hooks_inside_are_called(self, base: Any, how: str) -> None:
+        """The module runs in the client as long as a layer inside has a hook, or a forward of the tenant's."""
+
+        def double(model: Any) -> Any:
+            layer = model.model.layers[0].mlp.act_fn
+            if how == "hook":
+                return layer.register_forward_hook(lambda module, x, y: 2 * y)
+            if how == "pre-hook":
+                return layer.register_forward_pre_hook(lambda module, x: (2 * x[0],))
+            if how == "backward hook":
+                return layer.register_full_backward_hook(lambda module, dx, dy: (2 * dx[0],))
+            layer.forward = lambda x, plain=layer.forward: 2 * plain(x)
+            return None
+
+        def gradient(model: Any) -> torch.Tensor:
+            rows = torch.linspace(-1, 1, 18 * 32).view(2, 9, 32).requires_grad_()
+            model(inputs_embeds=rows).logits.square().mean().backward()
+            assert rows.grad is not None
+            return rows.grad
+
+        plain = copy.deepcopy(base)
+        unchanged = gradient(plain)
+        double(plain)
+        expected = gradient(plain)
+        assert not torch.allclose(expected, unchanged)
+        async with symbiosis.Executor(base, base_layers="mlp") as executor, executor.client() as client:
+            handle = double(client.model)
+            torch.testing.assert_close(await asyncio.to_thread(gradient, client.model), expected)
+            if handle is not None:
+                handle.remove()
+                torch.testing.assert_close(await asyncio.to_thread(gradient, client.model), unchanged)
+
     async def test_number_of_layers(self, base: Any) -> None:
         async with symbiosis.Executor(base, base_layers="mlp") as executor, executor.client() as client:
             assert sum(isinstance(module, VirtLayer) for module in client.model.modules()) == 17
