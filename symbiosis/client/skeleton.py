@@ -226,7 +226,7 @@ def make_skeleton(
                     memo[id(parameter)] = shared[id(parameter)] = shared_parameter(parameter, device, whole)
     for id_, (spec, module) in linears.items():
         cls = VirtLinear if isinstance(module, nn.Linear) else VirtConv1D
-        memo[id_] = cls(module, spec, requester, device, shared.get(id(module.weight)))
+        memo[id_] = cls(module, spec, requester, device, shared)
     skeleton: Any = copy.deepcopy(model, memo)
     for name in compiled:
         del skeleton.get_submodule(name).forward

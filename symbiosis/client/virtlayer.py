@@ -223,9 +223,10 @@ class _VirtLinear(VirtLayer):
         spec: LayerSpec,
         requester: Requester,
         device: torch.device,
-        tied: SharedParameter | None = None,
+        shared: dict[int, SharedParameter],
     ) -> None:
-        """Stand for ``module``. ``tied`` is the parameter that its weight is tied to (lm_head's embedding), or None."""
+        """Stand for ``module``. ``shared`` has the parameters of the client's model that were made so far, by the id of
+        the base model's; the weight and the bias can be among them, and are added."""
         nn.Module.__init__(self)
         self.training = module.training
         for name, size in zip(self._names_of_sizes, (spec.in_features, spec.out_features), strict=True):
@@ -233,13 +234,15 @@ class _VirtLinear(VirtLayer):
         self._attach(spec, requester)
         weight, bias = module.weight, module.bias
         assert isinstance(weight, torch.Tensor)
-        self._tied = tied is not None
-        if tied is None:
+        if id(weight) not in shared:
             shape = (spec.in_features, spec.out_features) if isinstance(module, Conv1D) else (spec[3], spec[2])
-            tied = placeholder(shape, spec.dtype, device, fetch_of(weight, spec.name))
-            introduce(tied, self)
-        self.weight = tied
-        self.register_parameter("bias", shared_parameter(bias, device) if isinstance(bias, torch.Tensor) else None)
+            shared[id(weight)] = placeholder(shape, spec.dtype, device, fetch_of(weight, spec.name))
+            introduce(shared[id(weight)], self)
+        self.weight = shared[id(weight)]
+        self._tied = not isinstance(self.weight, Placeholder)  # to an embedding, as lm_head's weight is
+        if isinstance(bias, torch.Tensor) and id(bias) not in shared:
+            shared[id(bias)] = shared_parameter(bias, device)
+        self.register_parameter("bias", shared.get(id(bias)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertForMaskedLM
 
 import symbiosis
 from symbiosis.client import siblings
@@ -337,6 +338,55 @@ async def test_weights_that_the_tenant_ties() -> None:
             model.lm_head.weight = model.model.embed_tokens.weight
             logits = await untied.run(lambda model=model: model(input_ids=IDS).logits)
             assert torch.equal(logits, plain(input_ids=IDS).logits)
+
+
+class Tied(nn.Module):
+    """Two layers have one weight and one bias, which is the model's own too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.second.weight = self.first.weight
+        self.bias = self.second.bias = self.first.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh()) * self.bias
+
+
+@pytest.mark.parametrize("trained", ["bias", "first.weight", "second.weight"])
+@pytest.mark.parametrize("copied", [False, True])
+async def test_layers_with_one_parameter(trained: str, copied: bool) -> None:
+    """A parameter of several modules is one parameter in a client too, whichever of them trains it."""
+    plain = Tied()
+
+    def learn(model: nn.Module) -> list[torch.Tensor]:
+        assert len(list(model.parameters())) == 2
+        parameter = model.get_parameter(trained)
+        parameter.requires_grad_(True)
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        losses = []
+        for _ in range(3):
+            loss = model(torch.linspace(-1, 1, 96).view(3, 32)).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    async with symbiosis.Executor(copy.deepcopy(plain)) as executor, executor.client() as client:
+        model = copy.deepcopy(client.model) if copied else client.model
+        torch.testing.assert_close(await asyncio.to_thread(learn, model), learn(plain))
+
+
+async def test_parameters_of_a_masked_language_model_have_their_names(tmp_path: Path) -> None:
+    """BERT's head and the layer inside share their bias."""
+    plain = BertForMaskedLM(BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    async with symbiosis.Executor(plain) as executor:
+        await executor.listen(f"shm://{tmp_path}/s")
+        async with symbiosis.connect(f"shm://{tmp_path}/s") as base, base.client() as client:
+            names = [name for name, _ in client.model.named_parameters()]
+    assert names == [name for name, _ in plain.named_parameters()]
 
 
 async def test_pickling_is_refused(client: Any) -> None:
