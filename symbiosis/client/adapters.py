@@ -51,14 +51,20 @@ def add_adapter(model: torch.nn.Module, config: PeftConfig) -> Any:
     return get_peft_model(model, config)
 
 
-def save_adapter(model: Any, folder: str | PathLike[str]) -> None:
-    """Write the model's adapters as PEFT does."""
+def vocabulary_of(model: Any) -> int | None:
+    """Return the number of tokens in a model's configuration."""
+    return getattr(getattr(model, "config", None), "vocab_size", None)
+
+
+def save_adapter(model: Any, folder: str | PathLike[str], vocabulary: int | None) -> None:
+    """Write the model's adapters as PEFT does, with the embeddings if the base model's ``vocabulary`` was resized."""
     if not isinstance(model, PeftModel):
         raise UsageError("this client has no adapter to save; it was made without a peft_config")
+    resized = vocabulary_of(model) != vocabulary
     with without_hub(), warnings.catch_warnings():
-        # PEFT asks the hub whether the vocabulary was resized, which a client's model does not allow.
+        # PEFT asks the hub whether the vocabulary was resized.
         warnings.filterwarnings("ignore", "Could not find a config file|Unable to fetch remote file")
-        model.save_pretrained(str(folder))
+        model.save_pretrained(str(folder), save_embedding_layers=resized or "auto")
 
 
 def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: bool, requester: Requester) -> Any:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from symbiosis.client.adapters import add_adapter, load_adapter, save_adapter
+from symbiosis.client.adapters import add_adapter, load_adapter, save_adapter, vocabulary_of
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
 from symbiosis.client.joint.decoder import JointDecoder, Seat
 from symbiosis.client.parameters import check_trains, explain_training
@@ -82,6 +82,8 @@ class Client:
         self._joint = joint
         self._apart = apart
         self._seat: Seat | None = None
+        self._vocabulary: int | None = None
+        """Number of tokens of the executor's model."""
         self.closed = False
 
     async def __aenter__(self) -> Client:
@@ -112,6 +114,7 @@ class Client:
             if self._seed is not None:
                 self.manual_seed(self._seed)
             model = skeleton_for(channel, self._requester)
+            self._vocabulary = vocabulary_of(model)
             apart = self._apart
             if device != channel.device:
                 model, apart = model.to(device), apart or "another device"
@@ -279,7 +282,7 @@ class Client:
         Raises:
             UsageError: the client has no adapter.
         """
-        save_adapter(self.model, folder)
+        save_adapter(self.model, folder, self._vocabulary)
 
     def load_adapter(self, folder: str | PathLike[str], *, name: str = "default", trainable: bool = False) -> None:
         """Load a PEFT adapter folder and make it the active adapter.

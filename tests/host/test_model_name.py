@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, get_peft_model
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import symbiosis
@@ -92,6 +94,25 @@ async def test_an_adapter_states_the_name(checkpoint: Path, tmp_path: Path, monk
     assert AutoTokenizer.from_pretrained("llama-tiny")("the cat")["input_ids"]
     loaded: Any = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     torch.testing.assert_close(loaded.eval()(input_ids=IDS).logits, logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
+@pytest.mark.parametrize("tokens", [None, 66])
+async def test_resized_embeddings_are_saved(checkpoint: Path, tmp_path: Path, tokens: int | None) -> None:
+    """Plain PEFT finds out in the checkpoint's folder that a vocabulary was resized. The tenant has no such folder."""
+    plain: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), lora(target_modules=["q_proj"]))
+    plain.get_base_model().resize_token_embeddings(tokens)
+    plain.save_pretrained(tmp_path / "plain")
+    async with symbiosis.Executor.from_pretrained(checkpoint, base_layers="*_proj") as executor:
+        await executor.listen(f"shm://{tmp_path}/s")
+        async with (
+            symbiosis.connect(f"shm://{tmp_path}/s") as base,
+            base.client(lora(target_modules=["q_proj"])) as client,
+        ):
+            client.model.get_base_model().resize_token_embeddings(tokens)
+            client.save_adapter(tmp_path / "client")
+    expected, saved = (load_file(tmp_path / who / SAFETENSORS_WEIGHTS_NAME) for who in ("plain", "client"))
+    assert {name: tensor.shape for name, tensor in saved.items()} == {n: t.shape for n, t in expected.items()}
 
 
 async def test_two_providers_of_one_model_keep_their_names_and_tokenizers(checkpoint: Path, tmp_path: Path) -> None:
