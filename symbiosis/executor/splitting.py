@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,12 +148,11 @@ class SplitModel:
 
     def _cut(self, rank: int, count: int, device: str | torch.device | None, dtype: torch.dtype | None) -> None:
         """Keep a part of each base layer, and drop the weights of the others."""
-        wide = set() if dtype is None else self._wide(dtype)
+        wanted = None if dtype is None else self._as_loaded(dtype)
         self.fingerprints = []
         for layer in self.layers:
             name = next(iter(dict(layer.module.named_parameters())))
-            to = layer.spec.dtype if dtype is None else dtype
-            to = torch.float32 if f"{layer.spec.name}.{name}" in wide else to
+            to = layer.spec.dtype if wanted is None else wanted.get_parameter(f"{layer.spec.name}.{name}").dtype
             layer.spec = layer.spec._replace(dtype=to)
             self.fingerprints += layer_fingerprints([(layer.spec, layer.module)])
             layer.device = torch.device(device or self.device)
@@ -179,34 +179,35 @@ class SplitModel:
             self.device = torch.empty(0, device=device).device  # with the number of the GPU, as tensors have it
 
     def _load_as(self, dtype: torch.dtype) -> None:
-        """Give what is left of the model the precision in which transformers loads it with ``dtype=``: buffers that no
-        checkpoint has, such as rotary frequencies, stay as they are, and some modules keep fp32."""
+        """Give what is left of the model the precision in which transformers loads it with ``dtype=``."""
         model: Any = self.model
-        computed = {
-            id(buffer)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if name in module._non_persistent_buffers_set
-        }
-        names = self._wide(dtype)
-        wide = {id(parameter) for name, parameter in model.named_parameters() if name in names}
-
-        def loaded(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in computed or not tensor.is_floating_point():
-                return tensor
-            return tensor.to(torch.float32 if id(tensor) in wide else dtype)
-
-        model._apply(loaded)
+        wanted = self._as_loaded(dtype)
+        for name, buffer in wanted.named_non_persistent_buffers():
+            parent, _, leaf = name.rpartition(".")
+            model.get_submodule(parent)._buffers[leaf] = buffer
+        dtypes = {name: tensor.dtype for name, tensor in _tensors(wanted)}
+        by_id = {id(tensor): dtypes.get(name, dtype) for name, tensor in _tensors(model)}
+        model._apply(lambda tensor: tensor.to(by_id[id(tensor)]) if tensor.is_floating_point() else tensor)
         for config in (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)):
             if config is not None:
                 config.dtype = dtype
 
-    def _wide(self, dtype: torch.dtype) -> set[str]:
-        """Return the names of the parameters that transformers keeps in fp32 when it loads the model in ``dtype``."""
+    def _as_loaded(self, dtype: torch.dtype) -> Any:
+        """Return the model as transformers would load it with ``dtype=``, on the meta device apart from buffers that no
+        checkpoint has, such as rotary frequencies: it computes them. Some modules keep fp32."""
         model: Any = self.model
+        with torch.device("meta"):
+            loaded = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+        for name, buffer in [*loaded.named_non_persistent_buffers()]:
+            parent, _, leaf = name.rpartition(".")
+            loaded.get_submodule(parent)._buffers[leaf] = torch.empty_like(buffer, device=self.device)
+        loaded.initialize_weights()
         fp32 = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
         fp32 |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
-        return {name for name, _ in model.named_parameters() if any(re.search(part, name) for part in fp32)}
+        for name, tensor in _tensors(loaded):
+            if tensor.is_meta and any(re.search(part, name) for part in fp32):
+                tensor.data = tensor.data.float()
+        return loaded
 
     def _refuse_unknown_quantization(self) -> None:
         """Raise SplitError if clients would hold quantized weights, because no base layer can compute with them."""
@@ -270,6 +271,11 @@ class SplitModel:
     def resident(self) -> Resident:
         """Return the model and its base layers, for clients in this process."""
         return Resident(self.model, [(layer.spec, layer.module) for layer in self.layers])
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _elements(module: nn.Module) -> int:

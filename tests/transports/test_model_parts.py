@@ -103,11 +103,17 @@ async def test_mlps_that_are_served_whole(tmp_path: Path) -> None:
             assert_close(await run_job(client, SHORT), run_job_plain(copy.deepcopy(model), lora("gpt2"), SHORT))
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "T5ForConditionalGeneration", "LlavaForConditionalGeneration"])
+PRECISE = ["Llama", "Gemma2", "DeepseekV3", "HunYuanMoEV1"]
+
+
+@pytest.mark.parametrize(
+    "name", [f"{name}ForCausalLM" for name in PRECISE] + ["T5ForConditionalGeneration", "LlavaForConditionalGeneration"]
+)
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [None, "auto", "float32", "bfloat16", "float16"])
 def test_precision_is_that_of_a_whole_model(name: str, saved: torch.dtype, dtype: str | None, tmp_path: Path) -> None:
-    """Rotary frequencies stay in fp32, as where transformers loads the model in that precision."""
+    """As where transformers loads the model in it: rotary frequencies and some modules stay in fp32, and Gemma's scale
+    is not rounded to the checkpoint's precision first."""
     zoo_model(name).to(saved).save_pretrained(tmp_path)
     whole, one, other = [
         symbiosis.Executor.from_pretrained(tmp_path, dtype=dtype, layers=layers).service.share()
