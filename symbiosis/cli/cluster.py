@@ -15,6 +15,7 @@ from rich.table import Table
 
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, visible
+from symbiosis.terminal.signals import heeded
 
 if TYPE_CHECKING:
     from symbiosis.cluster.manage import ClusterManager
@@ -38,9 +39,14 @@ def _cluster(ray: str) -> Iterator[ClusterManager]:
     err = console(stderr=True)
     manager = ClusterManager(ray, lambda line: err.print(escape(visible(line)), soft_wrap=True))
     try:
-        yield manager
+        with heeded(_interrupt):
+            yield manager
     finally:
         manager.close()
+
+
+def _interrupt(number: int) -> None:
+    raise KeyboardInterrupt
 
 
 def _needs_ray() -> None:
@@ -61,7 +67,7 @@ def up(
 ) -> None:
     """Start the executors that a file describes, and print the address of each model for tenants.
 
-    If one executor cannot serve, the command ends all of them. So does Ctrl-C before they serve.
+    If one executor cannot serve, the command ends all of them. So do Ctrl-C and SIGTERM before they serve.
 
     Example: symbiosis cluster up cluster.toml
     """
@@ -133,7 +139,7 @@ def drain(
 
 @app.command()
 def down(ray: RayOption = "auto") -> None:
-    """End all executors of a cluster, when walks have ended.
+    """End all executors of a cluster, when walks have ended. Ctrl-C and SIGTERM end them at once.
 
     Example: symbiosis cluster down
     """

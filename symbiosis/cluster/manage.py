@@ -2,7 +2,7 @@
 
 Each executor is a detached actor in a detached placement group of its own, both with the name of its
 :class:`~symbiosis.cluster.plan.ExecutorId`. Ray starts the actor again where the placement group is, and moves both
-when the node has ended. What runs is read from Ray's list of actors, so no state is kept that could be wrong.
+when the node has ended. What runs is read from Ray's lists of both, so no state is kept that could be wrong.
 """
 
 from __future__ import annotations
@@ -203,22 +203,22 @@ class ClusterManager:
             time.sleep(0.2)
 
     def _remove(self, places: Sequence[ExecutorId], drain: bool = True) -> None:
-        """End executors, and free what is reserved for them."""
+        """End executors, and free what is reserved for them. An interrupt ends them at once."""
         names = list(map(str, places))
-        with contextlib.suppress(UsageError, BrokenError):  # without the directory, no tenant gets these addresses
-            running.asked("forget", names) if names else None
-        actors = {}
-        for name in names:
-            with contextlib.suppress(ValueError):
-                actors[name] = ray.get_actor(name)
-        ends = [actor.drain.remote() for actor in actors.values()] if drain else []
-        ray.wait(ends, num_returns=len(ends), timeout=DRAIN_S) if ends else None
-        for name in names:
-            if name in actors:
-                with contextlib.suppress(RayActorError):
-                    ray.kill(actors[name])
-            with contextlib.suppress(ValueError):
-                remove_placement_group(get_placement_group(name))
+        try:
+            with contextlib.suppress(UsageError, BrokenError):  # without the directory, no tenant gets these addresses
+                running.asked("forget", names) if names else None
+            ends = []
+            for name in names if drain else []:
+                with contextlib.suppress(ValueError):
+                    ends.append(ray.get_actor(name).drain.remote())
+            ray.wait(ends, num_returns=len(ends), timeout=DRAIN_S) if ends else None
+        finally:
+            for name in names:
+                with contextlib.suppress(ValueError, RayActorError):
+                    ray.kill(ray.get_actor(name))
+                with contextlib.suppress(ValueError):
+                    remove_placement_group(get_placement_group(name))
 
 
 def _model(plan: ClusterPlan, name: str) -> Model:

@@ -43,8 +43,9 @@ def asked(method: str, *arguments: Any) -> Any:
 
 
 def places() -> list[ExecutorId]:
-    """Return all executors, those included that wait for a node."""
-    return sorted(filter(None, map(ExecutorId.of, ray.util.list_named_actors())))
+    """Return all executors, those included that wait for a node, or for which a killed command has reserved a place."""
+    reserved = [group["name"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+    return sorted(set(filter(None, map(ExecutorId.of, [*ray.util.list_named_actors(), *reserved]))))
 
 
 def status() -> dict[str, Any]:

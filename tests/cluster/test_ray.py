@@ -111,11 +111,12 @@ def test_commands(nodes: Nodes, tmp_path: Path) -> None:
     assert "cannot serve: there is no folder" in failed
     assert "no symbiosis cluster is up" in nodes.symbiosis("cluster", "status", status=1).stderr
     file, address = config(tmp_path, model, *lines)
-    with subprocess.Popen([*COMMAND, "cluster", "up", str(file)], env=nodes.environment) as interrupted:
-        until(lambda: processes("serve"), COMMAND_S)
-        interrupted.send_signal(signal.SIGINT)
-        assert interrupted.wait(COMMAND_S) == 130
-    until(lambda: not processes("serve"), 20)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with subprocess.Popen([*COMMAND, "cluster", "up", str(file)], env=nodes.environment) as interrupted:
+            until(lambda: processes("serve"), COMMAND_S)
+            interrupted.send_signal(number)
+            assert interrupted.wait(COMMAND_S) == 130
+        until(lambda: not processes("serve"), 20)
     assert nodes.symbiosis("cluster", "up", str(file)).stdout == f"llama: {address}\n"
     assert "change it with scale" in nodes.symbiosis("cluster", "up", str(file), status=1).stderr
     with contextlib.ExitStack() as stack:
@@ -154,6 +155,42 @@ def test_a_directory_that_starts_too_late_is_told_as_that(nodes: Nodes, tmp_path
     finally:
         manager.close()
     assert "no symbiosis cluster is up" in nodes.symbiosis("cluster", "status", status=1).stderr
+
+
+def test_nothing_stays_reserved_after_commands_that_did_not_end(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither after an interrupt while executors end, nor for an executor whose actor was never started."""
+    from ray.util import placement_group
+
+    from symbiosis.cluster import manage, running
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    file, _ = config(tmp_path, save_model(tmp_path / "model"), "insecure = true", "replicas = 2")
+    manager = manage.ClusterManager(nodes.environment["RAY_ADDRESS"])
+    try:
+        manager.up(read_plan(file), COMMAND_S)
+        assert len(running.places()) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(manage.ray, "wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                manager.down()
+        until(lambda: not processes("serve"), 20)
+        assert reserved() == []
+        placement_group([{"CPU": 1}], name="llama/0/3", lifetime="detached")
+        assert [each["state"] for each in nodes.executors()] == ["waiting"]
+        manager.down()
+        assert reserved() == []
+    finally:
+        manager.close()
+
+
+def reserved() -> list[str]:
+    from ray.util import placement_group_table
+
+    return [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
 
 
 def test_a_job_resumes_at_another_node(nodes: Nodes, tmp_path: Path) -> None:
