@@ -87,7 +87,7 @@ def status(
     ray: RayOption = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print the state as JSON.")] = False,
 ) -> None:
-    """Show the executors of a cluster. Exit status 1 if one of them does not serve.
+    """Show the executors of a cluster. Exit status 1 if one of them does not serve, or a model or part has none.
 
     Example: symbiosis cluster status --json
     """

@@ -49,7 +49,7 @@ def places() -> list[ExecutorId]:
 
 
 def status() -> dict[str, Any]:
-    """Return the address and the executors of each model."""
+    """Return the address and the executors of each model. A part without an executor has one without a name."""
     plan, reports, away = asked("plan"), asked("reports"), asked("away", [], [])
     names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
     states: dict[str, Any] = {}
@@ -71,6 +71,12 @@ def status() -> dict[str, Any]:
                         "error": report["error"],
                     }
                 )
+        present = {each["layers"] for each in executors}
+        executors += [
+            {**_WAITING, "name": "", "node_id": "", "layers": layers, "state": "missing"}
+            for layers in model.parts or ("all",)
+            if layers not in present
+        ]
         states[model.name] = {"address": url(plan, model.name), "executors": executors}
     return {"models": states, "drained": sorted(away)}
 

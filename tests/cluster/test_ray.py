@@ -179,6 +179,7 @@ def test_nothing_stays_reserved_after_commands_that_did_not_end(
                 manager.down()
         until(lambda: not processes("serve"), 20)
         assert reserved() == []
+        assert "all     missing" in nodes.symbiosis("cluster", "status", status=1).stdout
         placement_group([{"CPU": 1}], name="llama/0/3", lifetime="detached")
         assert [each["state"] for each in nodes.executors()] == ["waiting"]
         manager.down()
