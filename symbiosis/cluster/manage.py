@@ -95,13 +95,15 @@ class ClusterManager:
             raise
 
     def scale(self, name: str, replicas: int, within_s: float) -> None:
-        """Start or end executors, so that each part of a model has this many.
+        """Start or end executors, so that each part of a model has this many. Those that do not serve end first.
 
         Raises:
             UsageError: there is no such model, or a new executor has no room, or cannot serve. Then nothing changes.
         """
         plan = running.asked("plan")
-        start, end = changes(_model(plan, name), replicas, running.places())
+        model, executors = _model(plan, name), running.status()["models"][name]["executors"]
+        serving = {each["name"] for each in executors if each["state"] == "serving"}
+        start, end = changes(model, replicas, running.places(), serving)
         self._start(plan, start, within_s)
         self._remove(end)
 

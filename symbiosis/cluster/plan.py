@@ -61,13 +61,16 @@ class ExecutorId(NamedTuple):
         return cls(model, int(part), int(number)) if model and part.isdigit() and number.isdigit() else None
 
 
-def changes(model: Model, replicas: int, present: Collection[ExecutorId]) -> tuple[list[ExecutorId], list[ExecutorId]]:
-    """Return the executors to start and those to end, so that each part of a model has this many."""
+def changes(
+    model: Model, replicas: int, present: Collection[ExecutorId], serving: Collection[str] = ()
+) -> tuple[list[ExecutorId], list[ExecutorId]]:
+    """Return the executors to start and those to end, so that each part of a model has this many. The first to end are
+    those whose names are not among those that serve."""
     start: list[ExecutorId] = []
     end: list[ExecutorId] = []
     for part in range(max(len(model.parts), 1)):
         here = sorted(place for place in present if (place.model, place.part) == (model.name, part))
-        end += here[replicas:]
+        end += sorted(here, key=lambda place: str(place) not in serving)[replicas:]
         free = 1 + max((place.number for place in here), default=-1)
         start += [ExecutorId(model.name, part, free + more) for more in range(replicas - len(here))]
     return start, end

@@ -27,6 +27,13 @@ def test_numbers_are_not_used_twice() -> None:
     assert changes(Model("gpt2", ()), 1, present) == ([ExecutorId("gpt2", 0, 0)], [])
 
 
+def test_executors_that_do_not_serve_end_first() -> None:
+    present = [ExecutorId("llama", part, number) for part in (0, 1) for number in (0, 1, 2)]
+    start, end = changes(MODEL, 1, present, {"llama/0/1", "llama/0/2", "llama/1/0"})
+    assert start == []
+    assert list(map(str, end)) == ["llama/0/2", "llama/0/0", "llama/1/1", "llama/1/2"]
+
+
 @pytest.mark.parametrize("name", ["directory", "a/b/c", "a/0", "/0/0"])
 def test_names_of_other_actors(name: str) -> None:
     assert ExecutorId.of(name) is None

@@ -188,6 +188,24 @@ def test_nothing_stays_reserved_after_commands_that_did_not_end(
         manager.close()
 
 
+def test_scale_keeps_executors_that_serve(nodes: Nodes, tmp_path: Path) -> None:
+    import ray
+
+    from symbiosis.cluster import manage, running
+
+    file, _ = config(tmp_path, save_model(tmp_path / "model"), "insecure = true", "replicas = 2")
+    manager = manage.ClusterManager(nodes.environment["RAY_ADDRESS"])
+    try:
+        manager.up(read_plan(file), COMMAND_S)
+        ray.kill(ray.get_actor("llama/0/0"))
+        running.asked("forget", ["llama/0/0"])
+        manager.scale("llama", 1, COMMAND_S)
+        assert list(map(str, running.places())) == ["llama/0/1"]
+        manager.down()
+    finally:
+        manager.close()
+
+
 def reserved() -> list[str]:
     from ray.util import placement_group_table
 
