@@ -20,11 +20,10 @@ BIND_S = 15.0
 
 
 class DirectoryActor:
-    """The plan of a cluster, its drained nodes, and what its executors have reported."""
+    """The plan of a cluster, and what its executors have reported."""
 
     def __init__(self, plan: ClusterPlan) -> None:
         self._plan = plan
-        self._away: set[str] = set()
         self._reports: dict[str, dict[str, Any]] = {}
         self._ended: set[str] = set()
         self._server = _server(plan.host, plan.port, self._list)
@@ -57,11 +56,6 @@ class DirectoryActor:
         """Return the latest report of each executor, with the seconds since then as ``age_s``."""
         now = time.monotonic()
         return {name: {**report, "age_s": now - report["at"]} for name, report in self._reports.items()}
-
-    def away(self, add: list[str], remove: list[str]) -> set[str]:
-        """Change and return the ids of drained nodes, which get no more executors."""
-        self._away = (self._away | set(add)) - set(remove)
-        return self._away
 
     def _list(self, model: str) -> str:
         return "".join(f"{each}\n" for each in addresses(dict(self._reports), model, time.monotonic(), FRESH_S))

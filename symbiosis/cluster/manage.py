@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -119,7 +120,7 @@ class ClusterManager:
         plan, (found, name) = running.asked("plan"), _node(node)
         reports = running.asked("reports")
         leave = [place for place in running.places() if reports.get(str(place), {}).get("node") == found]
-        running.asked("away", [found], [])
+        _internal_kv_put(running.AWAY + found, "drained")
         try:
             present, start = running.places(), []
             for place in leave:
@@ -128,7 +129,7 @@ class ClusterManager:
                 present.append(start[-1])
             self._start(plan, start, within_s)
         except BaseException:
-            running.asked("away", [], [found])
+            _internal_kv_del(running.AWAY + found)
             raise
         self._remove(leave)
         self._tell(f"{name} has no executors, and gets none until its Ray is started again")
@@ -158,7 +159,7 @@ class ClusterManager:
     def _place(self, model: Model, place: ExecutorId) -> None:
         same = [each for each in running.places() if (each.model, each.part) == (place.model, place.part)]
         beside = filter(None, map(_reserved, same))
-        for selector in selectors(model, running.asked("away", [], []), beside, _fitting(model)):
+        for selector in selectors(model, running.away(), beside, _fitting(model)):
             group: Any = placement_group(
                 [dict(model.resources)],
                 name=str(place),

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_list
 
 from symbiosis.cluster.directory import FRESH_S
 from symbiosis.cluster.plan import ClusterPlan, ExecutorId
@@ -15,6 +16,8 @@ from symbiosis.errors import BrokenError, UsageError
 DIRECTORY = "directory"
 HEAD = {"node:__internal_head__": 0.001}
 """The directory is on the node without which there is no Ray."""
+AWAY = "symbiosis/away/"
+"""Before the id of a drained node in a key of Ray's store, which ends with Ray, as the ids of nodes do."""
 ANSWER_S = 30.0
 """Seconds for the directory to answer. It may be starting again."""
 
@@ -48,9 +51,14 @@ def places() -> list[ExecutorId]:
     return sorted(set(filter(None, map(ExecutorId.of, [*ray.util.list_named_actors(), *reserved]))))
 
 
+def away() -> set[str]:
+    """Return the ids of drained nodes, which get no more executors."""
+    return {key.decode().removeprefix(AWAY) for key in _internal_kv_list(AWAY)}
+
+
 def status() -> dict[str, Any]:
     """Return the address and the executors of each model. A part without an executor has one without a name."""
-    plan, reports, away = asked("plan"), asked("reports"), asked("away", [], [])
+    plan, reports = asked("plan"), asked("reports")
     names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
     states: dict[str, Any] = {}
     for model in plan.models:
@@ -78,7 +86,7 @@ def status() -> dict[str, Any]:
             if layers not in present
         ]
         states[model.name] = {"address": url(plan, model.name), "executors": executors}
-    return {"models": states, "drained": sorted(away)}
+    return {"models": states, "drained": sorted(away())}
 
 
 def url(plan: ClusterPlan, model: str) -> str:

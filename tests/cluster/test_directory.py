@@ -53,7 +53,6 @@ def test_the_list_follows_reports(directory: DirectoryActor) -> None:
     directory.expect(["llama/0/1"])
     directory.report(*report("llama/0/1", "tcp://d:1"))
     assert get(directory, "/llama") == "tcp://c:1\ntcp://d:1\n", "another executor may have the name of one that ended"
-    assert directory.away(["n1", "n2"], ["n2"]) == {"n1"}
 
 
 def test_other_requests_change_nothing(directory: DirectoryActor) -> None:

@@ -22,7 +22,7 @@ import pytest
 
 import symbiosis
 from symbiosis.cli.cluster_config import read_plan
-from symbiosis.errors import BrokenError, ConnectionLostError
+from symbiosis.errors import BrokenError, ConnectionLostError, UsageError
 from symbiosis.transports.keys import new_key
 from tests.cluster.nodes import COMMAND, COMMAND_S, Nodes, processes, started, until
 from tests.helpers import IDS
@@ -201,6 +201,28 @@ def test_scale_keeps_executors_that_serve(nodes: Nodes, tmp_path: Path) -> None:
         running.asked("forget", ["llama/0/0"])
         manager.scale("llama", 1, COMMAND_S)
         assert list(map(str, running.places())) == ["llama/0/1"]
+        manager.down()
+    finally:
+        manager.close()
+
+
+def test_a_drained_node_stays_drained_when_the_directory_starts_again(nodes: Nodes, tmp_path: Path) -> None:
+    from symbiosis.cluster import manage, running
+
+    lines = ("insecure = true", 'num-cpus = 2\nnodes = { pool = "a" }')
+    file, _ = config(tmp_path, save_model(tmp_path / "model"), *lines)
+    manager = manage.ClusterManager(nodes.environment["RAY_ADDRESS"])
+    try:
+        manager.up(read_plan(file), COMMAND_S)
+        (used,) = nodes.executors()
+        (free,) = (node.node_id for node in nodes.nodes[:2] if node.node_id != used["node_id"])
+        manager.drain(free, COMMAND_S)
+        (directory,) = processes("ray::DirectoryActor")
+        directory.kill()
+        directory.wait(20)
+        assert running.status()["drained"] == [free]
+        with pytest.raises(UsageError, match="no node has room for llama/0/1"):
+            manager.scale("llama", 2, COMMAND_S)
         manager.down()
     finally:
         manager.close()
