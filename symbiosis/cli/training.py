@@ -214,11 +214,18 @@ class Training:
             soft_wrap=True,
         )
 
+    def _steps(self) -> int:
+        """Return the number of steps of the whole run, as transformers computes it."""
+        arguments = self._trainer.args
+        if arguments.max_steps > 0:
+            return int(arguments.max_steps)
+        epochs: float = arguments.num_train_epochs
+        in_epoch: int = math.ceil(len(self._trainer.get_train_dataloader()) / arguments.gradient_accumulation_steps)
+        return math.ceil(epochs * in_epoch)
+
     def _has_ended(self, checkpoint: Path, state: TrainerState) -> bool:
         """Return whether a checkpoint of this state ends a run. If so, take over the state and save the adapter."""
-        arguments = self._trainer.args
-        steps, epochs = arguments.max_steps, arguments.num_train_epochs
-        ended = state.global_step >= steps if steps > 0 else (state.epoch or 0.0) >= epochs
+        ended = state.global_step >= self._steps()
         stopping = state.stateful_callbacks.get("EarlyStoppingCallback")
         if stopping is not None:
             counter = stopping["attributes"]["early_stopping_patience_counter"]

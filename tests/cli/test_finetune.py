@@ -92,6 +92,28 @@ def test_a_stopped_run_resumes_as_if_nothing_had_happened(service: Service, data
     assert len(losses[1]) == 40
 
 
+def test_a_resumed_run_has_the_steps_of_its_epochs(service: Service, data: Path, tmp_path: Path) -> None:
+    """The first of the two steps has four of the six batches: more than 0.6 epochs."""
+    more, epochs = ("--batch", 4, "--accumulate", 4), ("--epochs", 0.6)
+    assert command(*options(service, data, tmp_path / "whole", *more, *epochs)).exit_code == 0
+    assert command(*options(service, data, tmp_path / "halted", *more, "--steps", 1)).exit_code == 0
+    done = command(*options(service, data, tmp_path / "halted", *more, *epochs, "--resume"))
+    assert done.exit_code == 0, done.stderr
+    whole, halted = ([one["loss"] for one in log_of(tmp_path / name) if "loss" in one] for name in ("whole", "halted"))
+    assert len(whole) == 2
+    assert halted == pytest.approx(whole, rel=1e-5)
+
+
+def test_a_run_that_has_ended_gets_no_step_more(service: Service, data: Path, tmp_path: Path) -> None:
+    """The epoch of its checkpoint, 1 + 9 / 25, is below 1.36 in floating point."""
+    with data.open("a", encoding="utf-8") as file:
+        file.write('\n{"prompt": "thing 0", "completion": "red"}')
+    given = options(service, data, tmp_path / "a", "--batch", 1, "--epochs", 1.36)
+    assert command(*given).exit_code == 0
+    done = command(*given, "--resume")
+    assert "the run had ended after step 34;" in " ".join(done.stderr.split())
+
+
 def test_a_conversation_is_not_divided_for_validation() -> None:
     """Its answers may be examples of their own, which have earlier answers in their prompts."""
     data = Data(PromptFormat("chat"))
