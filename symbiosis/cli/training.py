@@ -174,7 +174,7 @@ class Training:
     def _early(self) -> str:
         """Return a remark if early stopping has ended the run."""
         state = self._trainer.state
-        early = self._patience is not None and not self._watch.stopped and state.global_step < state.max_steps
+        early = not self._watch.stopped and _out_of_patience(state)
         return f" of {state.max_steps}, ended by --patience {self._patience}" if early else ""
 
     def _goes_on(self, how: str) -> str:
@@ -225,18 +225,14 @@ class Training:
 
     def _has_ended(self, checkpoint: Path, state: TrainerState) -> bool:
         """Return whether a checkpoint of this state ends a run. If so, take over the state and save the adapter."""
-        ended = state.global_step >= self._steps()
-        stopping = state.stateful_callbacks.get("EarlyStoppingCallback")
-        if stopping is not None:
-            counter = stopping["attributes"]["early_stopping_patience_counter"]
-            ended = ended or counter >= stopping["args"]["early_stopping_patience"]
+        ended = state.global_step >= self._steps() or _out_of_patience(state)
         if ended:
             self._trainer.state = state
             best = self._output / f"checkpoint-{state.best_global_step}"
             source = best if state.best_global_step and best.is_dir() else checkpoint
             self._model.load_adapter(str(source), self._model.active_adapter, is_trainable=True)
             self._save()
-        return bool(ended)
+        return ended
 
     def _save(self) -> None:
         """Write the adapter to a new folder, and then move its files into place."""
@@ -258,6 +254,15 @@ class Training:
             "best_step": state.best_global_step,
             "stopped": bool(self._watch.stopped),
         }
+
+
+def _out_of_patience(state: TrainerState) -> bool:
+    """Return whether early stopping has ended a run, by its last checkpoint."""
+    stopping = state.stateful_callbacks.get("EarlyStoppingCallback")
+    if stopping is None:
+        return False
+    counter = stopping["attributes"]["early_stopping_patience_counter"]
+    return bool(counter >= stopping["args"]["early_stopping_patience"])
 
 
 def _told(error: Exception) -> str:

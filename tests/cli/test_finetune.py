@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,6 +133,17 @@ def test_early_stopping_waits_no_longer_after_a_resume(service: Service, data: P
     assert command(*options(service, data, made, *more, "--steps", 4)).exit_code == 0
     assert command(*options(service, data, made, *more, "--steps", 40, "--resume")).exit_code == 0
     assert max(entry["step"] for entry in log_of(made)) == 2 * (1 + 3)
+    done = command(*options(service, data, made, *more, "--steps", 40, "--resume"))
+    assert "the run had ended after step 8 of 40, ended by --patience 3;" in " ".join(done.stderr.split())
+
+
+def test_a_run_cut_short_was_not_ended_by_patience(service: Service, data: Path, tmp_path: Path) -> None:
+    more = "--validation", 0.2, "--patience", 3
+    assert command(*options(service, data, tmp_path / "a", *more, "--steps", 11)).exit_code == 0
+    shutil.rmtree(tmp_path / "a" / "checkpoint-11")
+    done = command(*options(service, data, tmp_path / "a", *more, "--steps", 5, "--resume"))
+    assert done.exit_code == 0, done.stderr
+    assert "the run had ended after step 10; adapter in" in " ".join(done.stderr.split())
 
 
 def test_warming_up_to_a_constant_rate(service: Service, data: Path, tmp_path: Path) -> None:
