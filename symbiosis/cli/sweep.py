@@ -64,8 +64,9 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
         writable(told)
         for name in runs:
             if not (resume and _has_begun(output / name)):
-                log = [] if resume else [output / f"{name}.log"]  # with --resume, the log goes on
-                earlier_in(output / name, context.params["overwrite"], output / name / RESULTS_FILE, *log)
+                # With --resume, the log goes on, and results without a run are of one that failed in its first step.
+                others = [] if resume else [output / name / RESULTS_FILE, output / f"{name}.log"]
+                earlier_in(output / name, context.params["overwrite"], *others)
         before = {name: _written(output / name) for name in runs}
         commands = {name: _command(context, changes, output / name) for name, changes in runs.items()}
         codes = _run(commands, output, signals, "ab" if resume else "wb")
@@ -136,8 +137,8 @@ def _command(context: typer.Context, changes: dict[str, Any], folder: Path) -> l
     values |= {**changes, "output": folder, "json": folder / RESULTS_FILE}
     ended = (folder / ADAPTER_FILE).exists()
     if values.get("resume") and not ended and not has_checkpoint(folder):
-        # this run is new, or was killed before it had a whole checkpoint
-        values |= {"resume": False, "overwrite": _has_begun(folder)}
+        # This run is new, or ended before it had a whole checkpoint. The sweep has checked what it may replace.
+        values |= {"resume": False, "overwrite": True}
     command = [str(context.info_name)]
     for parameter in context.command.params:
         value = values.get(str(parameter.name))

@@ -47,6 +47,20 @@ def test_a_run_of_a_sweep_without_a_whole_checkpoint_begins_again_unless_it_had_
     assert (output / "small" / "checkpoint-2" / "rng_state.pth").exists()
 
 
+def test_a_run_that_failed_in_its_first_step_does_not_block_a_resume(
+    service: Service, data: Path, tmp_path: Path
+) -> None:
+    """It has left its results and its log, and no options."""
+    file, results = tmp_path / "sweep.toml", tmp_path / "out" / "one" / "results.json"
+    file.write_text("[one]\nseed = 1\n", encoding="utf-8")
+    results.parent.mkdir(parents=True)
+    results.write_text('{"error": "the loss of step 1 is nan", "losses": [], "stopped": false}', encoding="utf-8")
+    (tmp_path / "out" / "one.log").write_text("error: the loss of step 1 is nan\n", encoding="utf-8")
+    done = command(*options(service, data, tmp_path / "out", "--steps", 1, "--sweep", file, "--resume"))
+    assert done.exit_code == 0, done.output
+    assert json.loads(results.read_text(encoding="utf-8"))["steps"] == 1
+
+
 @pytest.mark.thorough
 def test_a_sweep_goes_on_and_replaces_nothing(service: Service, data: Path, tmp_path: Path) -> None:
     file, output, told = tmp_path / "sweep.toml", tmp_path / "out", tmp_path / "out.json"
