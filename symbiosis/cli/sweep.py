@@ -67,10 +67,11 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
                 # With --resume, the log goes on, and results without a run are of one that failed in its first step.
                 others = [] if resume else [output / name / RESULTS_FILE, output / f"{name}.log"]
                 earlier_in(output / name, context.params["overwrite"], *others)
-        before = {name: _written(output / name) for name in runs}
+        before = {name: _written(output / name / RESULTS_FILE) for name in runs}
         commands = {name: _command(context, changes, output / name) for name, changes in runs.items()}
         codes = _run(commands, output, signals, "ab" if resume else "wb")
-        results = {name: _results(output / name) for name in runs if _written(output / name) != before[name]}
+        written = [name for name in runs if _written(output / name / RESULTS_FILE) != before[name]]
+        results = {name: _results(output / name) for name in written}
         if told is not None:
             write_json(told, {"address": context.params["address"], "runs": results})
         _show(console(stderr=bool(signals)), results)  # Ctrl-C also ends a program that reads standard output
@@ -91,6 +92,7 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
 def _run(commands: dict[str, list[str]], output: Path, signals: list[int], mode: Literal["ab", "wb"]) -> dict[str, int]:
     """Run the commands, pass signals on to them as they come, and return the exit status of each."""
     processes = {}
+    before = {name: _written(output / name / LOG_FILE) for name in commands}
     with ExitStack() as stack:
         for name, command in commands.items():
             log = stack.enter_context((output / f"{name}.log").open(mode))
@@ -98,7 +100,7 @@ def _run(commands: dict[str, list[str]], output: Path, signals: list[int], mode:
             processes[name] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        _wait(processes, output, signals)
+        _wait(processes, output, before, signals)
     return {name: process.returncode for name, process in processes.items()}
 
 
@@ -162,7 +164,10 @@ def _has_begun(folder: Path) -> bool:
     return (folder / OPTIONS_FILE).is_file()
 
 
-def _wait(processes: dict[str, subprocess.Popen[bytes]], output: Path, signals: list[int]) -> None:
+def _wait(
+    processes: dict[str, subprocess.Popen[bytes]], output: Path, before: dict[str, int], signals: list[int]
+) -> None:
+    """Show the progress of runs until they have ended. Logs that were written ``before`` are of earlier runs."""
     shown: dict[str, int] = {}
     passed = 0
     with Steps(console(stderr=True)) as steps:
@@ -174,7 +179,8 @@ def _wait(processes: dict[str, subprocess.Popen[bytes]], output: Path, signals: 
                     process.send_signal(number)
                 console(stderr=True).print("\nstopping the runs after their steps; again to stop at once")
             for name in processes:
-                entry = _last_step(output / name / LOG_FILE)
+                file = output / name / LOG_FILE
+                entry = _last_step(file) if _written(file) != before[name] else None
                 if entry is not None and shown.get(name) != entry["step"]:
                     shown[name] = entry["step"]
                     steps(name, entry["step"], entry["max_steps"], f"loss {entry['loss']:.3f}")
@@ -193,10 +199,12 @@ def _last_step(file: Path) -> dict[str, Any] | None:
     return next((entry for entry in entries if "max_steps" in entry), None)
 
 
-def _written(folder: Path) -> int:
-    """Return when the results of a run were written, in nanoseconds; 0 if there are none."""
-    file = folder / RESULTS_FILE
-    return file.stat().st_mtime_ns if file.exists() else 0
+def _written(file: Path) -> int:
+    """Return when a file was written, in nanoseconds; 0 if there is none."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _results(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -59,6 +60,27 @@ def test_a_run_that_failed_in_its_first_step_does_not_block_a_resume(
     done = command(*options(service, data, tmp_path / "out", "--steps", 1, "--sweep", file, "--resume"))
     assert done.exit_code == 0, done.output
     assert json.loads(results.read_text(encoding="utf-8"))["steps"] == 1
+
+
+def runs_as(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a shell script take the place of each run of a sweep."""
+    monkeypatch.setattr("symbiosis.terminal.child.command", lambda arguments: ["sh", "-c", script])
+
+
+def test_progress_is_not_that_of_an_earlier_run(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, output = tmp_path / "sweep.toml", tmp_path / "out"
+    file.write_text("[new]\nseed = 1\n[waits]\nseed = 2\n", encoding="utf-8")
+    for name in ("new", "waits"):
+        (output / name).mkdir(parents=True)
+        (output / name / "log.jsonl").write_text('{"loss": 0.5, "step": 66, "max_steps": 66}\n', encoding="utf-8")
+        os.utime(output / name / "log.jsonl", (1, 1))
+    line = json.dumps({"loss": 0.25, "step": 7, "max_steps": 7})
+    runs_as(f"echo '{line}' > '{output}/new/log.jsonl'", monkeypatch)
+    given = "--data", str(data), "--output", str(output), "--sweep", str(file), "--overwrite"
+    done = command("finetune", "shm:///nowhere.sock", *given)
+    assert done.exit_code == 0, done.output
+    assert "new: 7/7 loss 0.250" in done.stderr
+    assert "66/66" not in done.stderr
 
 
 @pytest.mark.thorough
