@@ -68,6 +68,7 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
                 others = [] if resume else [output / name / RESULTS_FILE, output / f"{name}.log"]
                 earlier_in(output / name, context.params["overwrite"], *others)
         before = {name: _written(output / name / RESULTS_FILE) for name in runs}
+        logged = {name: _size(output / f"{name}.log") if resume else 0 for name in runs}
         commands = {name: _command(context, changes, output / name) for name, changes in runs.items()}
         codes = _run(commands, output, signals, "ab" if resume else "wb")
         written = [name for name in runs if _written(output / name / RESULTS_FILE) != before[name]]
@@ -80,7 +81,11 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
     stopped = [name for name, code in codes.items() if signals and code in (-signals[0], 128 + signals[0])]
     failed = [name for name, code in codes.items() if code and name not in stopped]
     if failed:
-        error = _problem(output, failed, len(codes))
+        reason = _reason(output / f"{failed[0]}.log", logged[failed[0]], codes[failed[0]])
+        error = (
+            f"{len(failed)} of {len(codes)} runs ended early ({', '.join(failed)}); {failed[0]}: {reason}; their logs "
+            f"are in {output}, and --resume continues runs that have a checkpoint"
+        )
         if not stopped:
             raise UsageError(error)
         console(stderr=True).print(escape(visible(error)), soft_wrap=True)
@@ -104,13 +109,11 @@ def _run(commands: dict[str, list[str]], output: Path, signals: list[int], mode:
     return {name: process.returncode for name, process in processes.items()}
 
 
-def _problem(output: Path, failed: list[str], total: int) -> str:
-    text = (output / f"{failed[0]}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-    reason = next((line.strip(" │") for line in reversed(text) if any(map(str.isalpha, line))), "no reason is known")
-    return (
-        f"{len(failed)} of {total} runs ended early ({', '.join(failed)}); {failed[0]}: {reason}; their logs are in "
-        f"{output}, and --resume continues runs that have a checkpoint"
-    )
+def _reason(log: Path, begin: int, status: int) -> str:
+    """Return why a run has ended. Its part of the log begins at a byte."""
+    text = log.read_bytes()[begin:].decode(errors="replace")
+    lines = (line.strip(" │") for line in reversed(text.splitlines()) if any(map(str.isalpha, line)))
+    return child.reason(status, next(lines, ""))
 
 
 def _read(context: typer.Context, file: Path) -> dict[str, dict[str, Any]]:
@@ -197,6 +200,10 @@ def _last_step(file: Path) -> dict[str, Any] | None:
         return None
     entries = (json.loads(line) for line in reversed(lines) if '"loss"' in line)
     return next((entry for entry in entries if "max_steps" in entry), None)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def _written(file: Path) -> int:

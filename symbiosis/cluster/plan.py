@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from symbiosis.terminal import child
+
 NODE_ID = "ray.io/node-id"
 """Label of every node of Ray."""
 
@@ -101,10 +103,10 @@ def addresses(reports: Mapping[str, Mapping[str, object]], model: str, now: floa
 
 
 def reason(output: str, status: int) -> str:
-    """Return why a command has ended: its error, or the last line that it has printed."""
-    lines = output.splitlines() or [f"it ended with status {status}"]
+    """Return why a command has ended: its error, or the last line that it has printed, after the signal, if any."""
+    lines = output.splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (errors or lines)[-1]
+    return child.reason(status, (errors or lines or [""])[-1])
 
 
 def with_resume(

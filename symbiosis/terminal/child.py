@@ -49,6 +49,14 @@ def follow(child: subprocess.Popen[str]) -> tuple[int, str]:
     return child.wait(), "".join(last).strip()
 
 
+def reason(status: int, last: str) -> str:
+    """Return why a child has ended, from its exit status and the last line of its output."""
+    if status < 0:
+        ended = f"ended by signal {-status} ({signal.strsignal(-status)})"
+        return f"{ended}, after: {last}" if last else ended
+    return last or f"ended with status {status}"
+
+
 def stop(child: subprocess.Popen[str], within_s: float) -> None:
     """Ask a child to end, and kill it if it has not after some seconds."""
     child.send_signal(signal.SIGTERM)

@@ -83,6 +83,30 @@ def test_progress_is_not_that_of_an_earlier_run(data: Path, tmp_path: Path, monk
     assert "66/66" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("kill -9 $$", r"ended by signal 9 \(Killed[^)]*\)"),
+        ("echo 5/66; echo step five; kill -9 $$", r"ended by signal 9 \(Killed[^)]*\), after: step five"),
+        ("echo error: no memory; exit 1", "error: no memory"),
+        ("exit 3", "ended with status 3"),
+    ],
+)
+def test_why_a_run_has_ended(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    """The log has an earlier attempt, which is not why this one has ended."""
+    file, output = tmp_path / "sweep.toml", tmp_path / "out"
+    file.write_text("[a]\nseed = 1\n", encoding="utf-8")
+    output.mkdir()
+    (output / "a.log").write_text("stopped after step 5\n", encoding="utf-8")
+    runs_as(script, monkeypatch)
+    given = "--data", str(data), "--output", str(output), "--sweep", str(file), "--resume"
+    done = command("finetune", "shm:///nowhere.sock", *given)
+    assert done.exit_code == 1
+    assert re.search(rf"1 of 1 runs ended early \(a\); a: {reason}; their logs are in", " ".join(done.stderr.split()))
+
+
 @pytest.mark.thorough
 def test_a_sweep_goes_on_and_replaces_nothing(service: Service, data: Path, tmp_path: Path) -> None:
     file, output, told = tmp_path / "sweep.toml", tmp_path / "out", tmp_path / "out.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -66,7 +67,12 @@ def test_tenants_get_executors_that_serve() -> None:
 def test_the_reason_is_the_error() -> None:
     assert reason("loading\nerror: there is no folder m\nbye", 1) == "there is no folder m"
     assert reason("Traceback\nMemoryError", 1) == "MemoryError"
-    assert reason("", -9) == "it ended with status -9"
+    assert reason("", 3) == "ended with status 3"
+
+
+def test_the_reason_may_be_a_signal() -> None:
+    assert reason("", -9).startswith("ended by signal 9 (Killed")
+    assert re.fullmatch(r"ended by signal 9 \(Killed.*\), after: serving llama", reason("serving llama", -9))
 
 
 def test_a_lost_run_resumes_or_begins_again() -> None:
