@@ -52,6 +52,8 @@ def compat(
         symbiosis compat MixtralForCausalLM --method LoRA --transport shm
     """
     from symbiosis.terminal.loop import run, wait_passively
+
+    wait_passively()
     from symbiosis.testing.compat import METHODS, TRANSPORTS, WRONG, as_data
 
     writable(json, page)
@@ -59,7 +61,6 @@ def compat(
         for name in given or ():
             if name not in known:
                 raise UsageError(f"{option} {name!r}: choose from {', '.join(map(repr, known))}")
-    wait_passively()
     shares, cells = run(_try(models, method, transport or list(TRANSPORTS)))
     _show(shares, cells, sizes=models is not None)
     if json is not None:
