@@ -115,8 +115,12 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the precision that a text such as "bf16" or "float32" names. Raises UsageError if none does."""
+    """Return the precision that a text such as "bf16" or "float32" names.
+
+    Raises:
+        UsageError: none does, or torch does not compute in it.
+    """
     named = getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not isinstance(named, torch.dtype):
-        raise UsageError(f"dtype is {dtype!r}; name one of torch's, such as 'float32', 'bfloat16' or 'bf16'")
+    if dtype is not None and named not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise UsageError(f"dtype is {dtype!r}; name one of float16, bfloat16, float32 and float64, such as 'bf16'")
     return named

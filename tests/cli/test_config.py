@@ -240,6 +240,7 @@ def test_the_example_is_valid(tmp_path: Path, served: dict[str, Any]) -> None:
         (["--trace", "FOLDER/notes"], "the file exists, and is no trace"),
         (["--device", "nosuch"], "which this machine does not have"),
         (["--dtype", "float33"], "dtype is 'float33'"),
+        (["--dtype", "float8_e4m3fn"], "dtype is 'float8_e4m3fn'"),
         (["--name", "x" * 300], "at most 256"),
         (["--policy", "whim"], "unknown policy"),
         (["--listen", "tcp://127.0.0.1:FREE", "--insecure", "--metrics", "127.0.0.1:FREE"], "Address already in use"),
