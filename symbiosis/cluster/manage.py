@@ -20,7 +20,7 @@ from ray.util.placement_group import get_placement_group, placement_group, remov
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from symbiosis.cluster import running
-from symbiosis.cluster.directory import DirectoryActor
+from symbiosis.cluster.directory import FRESH_S, DirectoryActor
 from symbiosis.cluster.executor import DRAIN_S, ExecutorActor
 from symbiosis.cluster.plan import ClusterPlan, ExecutorId, Model, changes, selectors
 from symbiosis.errors import BrokenError, UsageError
@@ -102,9 +102,10 @@ class ClusterManager:
             UsageError: there is no such model, or a new executor has no room, or cannot serve. Then nothing changes.
         """
         plan = running.asked("plan")
-        model, executors = _model(plan, name), running.status()["models"][name]["executors"]
-        serving = {each["name"] for each in executors if each["state"] == "serving"}
-        start, end = changes(model, replicas, running.places(), serving)
+        model, places = _model(plan, name), running.places()
+        start, end = changes(model, replicas, places)
+        if end:
+            start, end = changes(model, replicas, places, _serving(name))
         self._start(plan, start, within_s)
         self._remove(end)
 
@@ -118,8 +119,8 @@ class ClusterManager:
             UsageError: there is no such node, or an executor has no room elsewhere. Then nothing changes.
         """
         plan, (found, name) = running.asked("plan"), _node(node)
-        reports = running.asked("reports")
-        leave = [place for place in running.places() if reports.get(str(place), {}).get("node") == found]
+        leave = [place for place in running.places() if _reserved(place) == found]
+        was_drained = found in running.away()
         _internal_kv_put(running.AWAY + found, "drained")
         try:
             present, start = running.places(), []
@@ -129,7 +130,8 @@ class ClusterManager:
                 present.append(start[-1])
             self._start(plan, start, within_s)
         except BaseException:
-            _internal_kv_del(running.AWAY + found)
+            if not was_drained:
+                _internal_kv_del(running.AWAY + found)
             raise
         self._remove(leave)
         self._tell(f"{name} has no executors, and gets none until its Ray is started again")
@@ -229,6 +231,17 @@ def _model(plan: ClusterPlan, name: str) -> Model:
         if model.name == name:
             return model
     raise UsageError(f"no model {name!r} in this cluster; it has {', '.join(model.name for model in plan.models)}")
+
+
+def _serving(model: str) -> set[str]:
+    """Return the names of a model's executors that serve. A directory that was started again hears of them soon."""
+    until = time.monotonic() + FRESH_S
+    while True:
+        executors = running.status()["models"][model]["executors"]
+        serving = {each["name"] for each in executors if each["state"] == "serving"}
+        if len(serving) == len(executors) or time.monotonic() > until:
+            return serving
+        time.sleep(0.2)
 
 
 def _node(text: str) -> tuple[str, str]:
