@@ -135,6 +135,9 @@ def test_early_stopping_waits_no_longer_after_a_resume(service: Service, data: P
     assert max(entry["step"] for entry in log_of(made)) == 2 * (1 + 3)
     done = command(*options(service, data, made, *more, "--steps", 40, "--resume"))
     assert "the run had ended after step 8 of 40, ended by --patience 3;" in " ".join(done.stderr.split())
+    done = command(*options(service, data, tmp_path / "b", *more, "--steps", 8))  # patience ends with the run
+    assert "in 8 steps" in done.stderr
+    assert "patience" not in done.stderr
 
 
 def test_a_run_cut_short_was_not_ended_by_patience(service: Service, data: Path, tmp_path: Path) -> None:
