@@ -104,7 +104,7 @@ class SharedParameter(nn.Parameter):
         """Write values into this tenant's own copy, as ``load_state_dict`` does.
 
         A write that changes nothing makes no copy: the shared values again, or a placeholder onto a placeholder (from a
-        state dict of this model).
+        state dict of this model). The values of a base layer are not needed, since all of them are replaced.
 
         Raises:
             PlaceholderError: a placeholder has no values to write.
@@ -119,6 +119,11 @@ class SharedParameter(nn.Parameter):
                 )
             if not self.own and not self.is_placeholder and _same(source, values_of(self)):
                 return self
+        if self.is_placeholder:
+            values = torch.empty_like(values_of(self), memory_format=torch.contiguous_format).copy_(*args, **kwargs)
+            self._become_own()
+            self.data = values
+            return self
         self.make_own()
         super().copy_(*args, **kwargs)
         return self

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import symbiosis
@@ -213,6 +213,28 @@ async def test_a_weight_that_is_not_allowed_to_leave(tmp_path: Any) -> None:
             with pytest.raises(PlaceholderError, match=r"lm_head: its weight stays.*--allow-weights lm_head"):
                 async with base.client(config):
                     pass
+
+
+@pytest.mark.parametrize("part", ["lm_head", "mlp"])
+async def test_an_adapter_with_a_part_of_its_own_is_loaded(part: str, tmp_path: Any) -> None:
+    """All values of the part are in the adapter, so none has to leave the executor."""
+    model = tiny_model(tie_word_embeddings=False)
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=[part], task_type="CAUSAL_LM")
+    plain = get_peft_model(copy.deepcopy(model), config).eval()
+    for name, parameter in plain.named_parameters():
+        if "modules_to_save" in name:
+            nn.init.normal_(parameter, std=0.1)
+    plain.save_pretrained(str(tmp_path / "adapter"))
+    async with symbiosis.Executor(model) as executor:
+        await executor.listen(f"shm://{tmp_path}/s")
+        async with symbiosis.connect(f"shm://{tmp_path}/s") as base, base.client() as client:
+            client.load_adapter(tmp_path / "adapter")
+            with torch.no_grad():
+                logits = (await client.forward(input_ids=IDS)).logits
+                torch.testing.assert_close(logits, plain(input_ids=IDS).logits)
+            client.load_adapter(tmp_path / "adapter", name="other")
+            with pytest.raises(PlaceholderError, match=r"weight stays with the executor"):
+                client.load_adapter(tmp_path / "adapter", name="trainable", trainable=True)
 
 
 def test_only_linear_base_layers_can_be_allowed() -> None:
