@@ -23,7 +23,7 @@ def in_modes() -> bool:
     """Return whether this thread is in any torch mode other than the grad mode."""
     return bool(
         torch.is_inference_mode_enabled()
-        or torch._C._is_any_autocast_enabled()
+        or _in_autocast()
         or (torch._C._len_torch_function_stack() and any(mode is not _default_device() for mode in _function_modes()))
         or torch._C._len_torch_dispatch_stack()
         or _engine._top_saved_tensors_default_hooks(False) is not None
@@ -32,10 +32,19 @@ def in_modes() -> bool:
     )
 
 
+def _in_autocast() -> bool:
+    nesting = torch.autocast_increment_nesting() - 1  # also counts contexts that disable it
+    torch.autocast_decrement_nesting()
+    return nesting > 0 or torch._C._is_any_autocast_enabled()
+
+
 class Modes:
     """torch's modes of a suspended fiber, except the grad mode, which callers handle because it is so common."""
 
-    __slots__ = ("_autocast", "_dispatch", "_forward_ad", "_function", "_hooks", "_inference", "_nesting", "_no_hooks")
+    __slots__ = (
+        *("_autocast", "_caches", "_dispatch", "_forward_ad", "_function"),
+        *("_hooks", "_inference", "_nesting", "_no_hooks"),
+    )
 
     def __init__(self) -> None:
         """Take the modes off this thread and leave torch's defaults."""
@@ -45,13 +54,9 @@ class Modes:
             self._inference.__enter__()  # type: ignore[no-untyped-call]
         self._forward_ad = torch._C._is_fwd_grad_enabled()
         torch._C._set_fwd_grad_enabled(True)
-        self._autocast = [
-            (device, torch.get_autocast_dtype(device))
-            for device in _AUTOCAST_DEVICES
-            if torch.is_autocast_enabled(device)
-        ]
+        self._autocast: list[tuple[str, bool, torch.dtype]] = []
         self._nesting = 0
-        if self._autocast:
+        if _in_autocast():
             self._park_autocast()
         self._hooks: list[Any] = []
         while (hooks := _engine._top_saved_tensors_default_hooks(False)) is not None:
@@ -68,8 +73,12 @@ class Modes:
         self._dispatch: list[Any] = [dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
 
     def _park_autocast(self) -> None:
-        for device, _ in self._autocast:
+        for device, default in _AUTOCAST_DTYPES.items():
+            self._autocast.append((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
             torch.set_autocast_enabled(device, False)
+            torch.set_autocast_dtype(device, default)
+        self._caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(True)
         # Autocast caches casts of weights until the outermost context exits. Another tenant's contexts must not keep
         # this cache alive beyond an optimizer step, so each suspension counts as an exit.
         self._nesting = torch.autocast_increment_nesting() - 1
@@ -87,9 +96,10 @@ class Modes:
             _engine._push_saved_tensors_default_hooks(pack, unpack)
         if self._no_hooks is not None:
             _engine._saved_tensors_hooks_disable(self._no_hooks)
-        for device, dtype in self._autocast:
-            torch.set_autocast_enabled(device, True)
+        for device, enabled, dtype in self._autocast:
+            torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
+            torch.set_autocast_cache_enabled(self._caches)
         for _ in range(self._nesting):
             torch.autocast_increment_nesting()
         torch._C._set_fwd_grad_enabled(self._forward_ad)
@@ -117,7 +127,10 @@ def _function_modes() -> list[Any]:
 
 
 _set_grad_enabled = torch._C._set_grad_enabled
-_AUTOCAST_DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+_AUTOCAST_DTYPES = {
+    device: torch.get_autocast_dtype(device) for device in ("cpu", *["cuda"] * torch.cuda.is_available())
+}
+"""torch's defaults: a context without a dtype takes what the thread has."""
 
 
 @contextlib.contextmanager

@@ -154,6 +154,12 @@ MODES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: nested(torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False)),
         lambda: torch.is_autocast_enabled("cpu"),
     ),
+    "autocast-dtype": (lambda: torch.autocast("cpu", torch.float16), lambda: torch.get_autocast_dtype("cpu")),
+    "autocast-cache": (lambda: torch.autocast("cpu", cache_enabled=False), torch.is_autocast_cache_enabled),
+    "autocast-nesting": (
+        lambda: nested(torch.autocast("cpu"), torch.autocast("cpu", enabled=False)),
+        lambda: (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting())[1],
+    ),
     "saved_tensors_hooks": (
         saved_hooks,
         lambda: torch._C._autograd._top_saved_tensors_default_hooks(False) is not None,
