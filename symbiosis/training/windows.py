@@ -382,7 +382,13 @@ class WindowedStep:
 
 
 _SLICED = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
-_OURS: dict[str, Any] = {"past_key_values": None, "use_cache": True, "return_dict": True, "logits_to_keep": 0}
+_OURS: dict[str, Any] = {
+    "past_key_values": None,
+    "use_cache": True,
+    "return_dict": True,
+    "logits_to_keep": 0,
+    "ignore_index": _IGNORED,
+}
 
 
 _tried: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
@@ -399,7 +405,7 @@ def _check_model(model: Any, core: Any, batch: Mapping[str, Any]) -> None:
     config = _adapter(model)
     kind = "" if config is None else getattr(config.peft_type, "value", config.peft_type)
     whole = kind in _WHOLE or (_prompt(model) is not None and kind != "PREFIX_TUNING")
-    if whole or getattr(config, "alora_invocation_tokens", None):
+    if whole or any(getattr(config, option, None) is not None for option in _WHOLE_OPTIONS):
         raise UsageError(
             f"this configuration of {kind} uses the sequence as a whole, so it cannot be run in "
             "windows; leave `window` out"
@@ -422,6 +428,9 @@ def _check_model(model: Any, core: Any, batch: Mapping[str, Any]) -> None:
 _OTHER_LOSS = "the loss of {} is not the mean over next tokens that windows add up to; leave `window` out"
 # Adaption prompts have attention of their own. AdaLoRA and Shadow add to the loss. X-LoRA and Lily weigh by all tokens.
 _WHOLE = ("ADALORA", "ADAPTION_PROMPT", "LILY", "SHADOW", "XLORA")
+# aLoRA looks for its tokens, and VeLoRA projects on the mean of all tokens. MonteCLoRA, and PVeRA with a seed, draw one
+# noise for all tokens, from generators of their own.
+_WHOLE_OPTIONS = ("alora_invocation_tokens", "velora_config", "monteclora_config", "generator_seed")
 
 
 def _prompt(model: Any) -> Any:

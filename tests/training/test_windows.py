@@ -401,6 +401,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tensor": ({"head_mask": torch.ones(2)}, "head_mask cannot be cut into windows"),
     "cache": ({"past_key_values": DynamicCache()}, "past_key_values=.* cannot be combined with `window`"),
     "no cache": ({"use_cache": False}, "use_cache=False cannot be combined with `window`"),
+    "ignored": ({"ignore_index": 0}, "ignore_index=0 cannot be combined with `window`"),
     "packed": ({"position_ids": (torch.arange(LENGTH) % 10).expand(2, -1)}, "a row of its own"),
 }
 
@@ -442,10 +443,17 @@ async def test_padding_that_must_predict_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["PROMPT_TUNING", "P_TUNING", "ADAPTION_PROMPT", "ADALORA", "LILY", "SHADOW", "checkpointing"]
+    "name",
+    [
+        *("PROMPT_TUNING", "P_TUNING", "ADAPTION_PROMPT", "ADALORA", "LILY", "SHADOW", "PVERA"),
+        *("VeLoRA", "MonteCLoRA", "checkpointing"),
+    ],
 )
 async def test_methods_that_need_the_whole_sequence(base: Any, name: str) -> None:
     config: Any = {
+        "PVERA": peft.PveraConfig(task_type=CAUSAL, target_modules=["q_proj"], generator_seed=1),
+        "VeLoRA": lora(velora_config=peft.VeloraConfig()),
+        "MonteCLoRA": lora(monteclora_config=peft.MontecloraConfig()),
         "PROMPT_TUNING": peft.PromptTuningConfig(task_type=CAUSAL, num_virtual_tokens=3),
         "P_TUNING": peft.PromptEncoderConfig(task_type=CAUSAL, num_virtual_tokens=3),
         "ADAPTION_PROMPT": peft.AdaptionPromptConfig(task_type=CAUSAL, adapter_len=3, adapter_layers=2),
@@ -457,7 +465,8 @@ async def test_methods_that_need_the_whole_sequence(base: Any, name: str) -> Non
     async with symbiosis.Executor(base) as executor, executor.client(config) as client:
         if name == "checkpointing":
             client.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        with pytest.raises(UsageError, match=rf"{name}.*leave `window` out"):
+        kind = "LORA" if name in ("VeLoRA", "MonteCLoRA") else name
+        with pytest.raises(UsageError, match=rf"{kind}.*leave `window` out"):
             await client.train_step(batch(), adamw(client.model), window=4)
         await client.train_step(batch(), adamw(client.model))
 
