@@ -174,7 +174,7 @@ class Training:
     def _early(self) -> str:
         """Return a remark if early stopping has ended the run."""
         state = self._trainer.state
-        early = not self._watch.stopped and _out_of_patience(state)
+        early = not self._watch.stopped and state.global_step < state.max_steps and _out_of_patience(state)
         return f" of {state.max_steps}, ended by --patience {self._patience}" if early else ""
 
     def _goes_on(self, how: str) -> str:
@@ -207,6 +207,7 @@ class Training:
         if damage_of(checkpoint) is not None:
             with _quiet_saves():  # an evaluation draws one random number, at its beginning
                 self._trainer.save_checkpoint(_random() if evaluated else self._watch.random)
+            rotate(self._output, step, self._trainer.state.best_model_checkpoint)
         self._save()
         out.print(
             f"ended in an error after step {step}{', without its validation' * evaluated}; adapter in {self._output}; "
@@ -339,7 +340,8 @@ class _Trainer(Trainer):  # type: ignore[misc]  # transformers is not typed
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
         model.train()
-        return torch.tensor(backward_in_windows(model, self._prepare_inputs(inputs), self._window))
+        total = backward_in_windows(model, self._prepare_inputs(inputs), self._window)
+        return torch.tensor(total, device=self.args.device)
 
     def save_checkpoint(self, random: _Random) -> None:
         """Save a checkpoint of the last whole step, with the state that the random numbers had after it."""

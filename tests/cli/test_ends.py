@@ -21,7 +21,7 @@ import pytest
 from safetensors.torch import load_file
 
 from symbiosis.cli import finetune, training
-from symbiosis.cli.folder import damage_of
+from symbiosis.cli.folder import checkpoints, damage_of
 from symbiosis.errors import ConnectionLostError
 from symbiosis.terminal.console import write_json
 from tests.cli.chat_model import save_chat_model
@@ -353,6 +353,14 @@ def test_a_damaged_checkpoint_of_the_last_step_is_written_again(
         done = command(*options(service, data, made, "--steps", 8, "--every", 50, "--resume"))
     assert "ended in an error after step 6; " in done.output
     assert damage_of(made / "checkpoint-6") is None
+
+
+def test_two_checkpoints_are_kept_after_an_executor_is_lost(
+    service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_after(monkeypatch, 5)
+    assert command(*options(service, data, tmp_path / "a", "--steps", 9, "--every", 2)).exit_code == 1
+    assert {one.name for one in checkpoints(tmp_path / "a")} == {"checkpoint-4", "checkpoint-5"}
 
 
 @pytest.mark.parametrize("saved", [2, 0])

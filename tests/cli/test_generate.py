@@ -176,6 +176,10 @@ def test_what_does_not_suit_an_adapter_is_refused(service: Service, adapter: Pat
     done = command("generate", service.address, "--adapter", str(adapter), "--prompts", str(prompts))
     assert done.exit_code == 1
     assert "data of the form 'pairs', not on conversations; give each prompt as a text" in done.stderr
+    prompts.write_text(json.dumps({"instruction": "thing 0"}), encoding="utf-8")
+    done = command("generate", service.address, "--adapter", str(adapter), "--prompts", str(prompts))
+    assert done.exit_code == 1
+    assert "data of the form 'pairs', not on instructions; give each prompt as a text" in done.stderr
     done = command("generate", service.address, "--adapter", str(adapter.parent), "--prompt", "thing 0")
     assert done.exit_code == 1
     assert "it has folders with adapters: a\n" in done.stderr
