@@ -20,7 +20,7 @@ import torch
 from symbiosis.core.requests import Key, LayerSpec, Pass
 
 _MISSES = 3
-"""Consecutive requests of a group with an uncollected result, after which the group is dissolved."""
+"""A group is dissolved after so many :attr:`Siblings.misses`."""
 _grouping = threading.Lock()
 
 
@@ -48,6 +48,8 @@ class Siblings:
     """A group of layers that read the same rows."""
 
     dissolved = False
+    misses = 0
+    """Number of consecutive requests that were followed by another one before all of their results were collected."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = sorted(members, key=lambda member: member.spec.layer)
@@ -81,15 +83,13 @@ def _group(run: Sequence[Member]) -> None:
 class _Fetched:
     """Results of one request of a group that its members have not collected yet."""
 
-    __slots__ = ("misses", "pass_", "results", "version", "x")
+    __slots__ = ("pass_", "results", "version", "x")
 
-    def __init__(self, x: torch.Tensor, pass_: Pass, results: dict[Member, torch.Tensor], misses: int) -> None:
+    def __init__(self, x: torch.Tensor, pass_: Pass, results: dict[Member, torch.Tensor]) -> None:
         self.x = x
         self.version = x._version
         self.pass_ = pass_
         self.results = results
-        self.misses = misses
-        """Number of consecutive requests before this one of which a result was not collected."""
 
 
 class SiblingState:
@@ -132,7 +132,6 @@ class SiblingState:
 
     def result(self, layer: Member, group: Siblings, x: torch.Tensor, pass_: Pass) -> torch.Tensor | None:
         """Return the layer's result [n, o] for x, or None if the group has just been dissolved."""
-        misses = 0
         fetched = self.fetched.get(group)
         if fetched is not None:
             if fetched.x is x and x._version == fetched.version and pass_ is fetched.pass_:
@@ -140,14 +139,15 @@ class SiblingState:
                 if result is not None:
                     if not fetched.results:
                         del self.fetched[group]
+                        group.misses = 0
                     return result
             del self.fetched[group]
-            misses = fetched.misses + 1
-            if misses == _MISSES:
+            group.misses += 1
+            if group.misses >= _MISSES:
                 group.dissolve()
                 return None
         results = dict(zip(group.members, layer.request(group.key(pass_), x), strict=True))
-        self.fetched[group] = _Fetched(x, pass_, results, misses)
+        self.fetched[group] = _Fetched(x, pass_, results)
         return results.pop(layer)
 
 

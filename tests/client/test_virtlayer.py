@@ -108,6 +108,19 @@ class TestSiblings:
             assert torch.equal(y, expected)
             assert not client._requester.here.siblings.fetched
 
+    async def test_a_group_whose_members_ask_for_different_passes_ends(self) -> None:
+        """A layer whose bias is the tenant's own asks for the product alone, in each of several operations."""
+        async with symbiosis.Executor(tiny_model(attention_bias=True)) as executor, executor.client() as client:
+            await client.forward(input_ids=IDS)
+            attention = client.model.model.layers[0].self_attn
+            for layer in (attention.q_proj, attention.v_proj):
+                layer.bias.requires_grad_(True)
+            for _ in range(4):
+                executor.reset_statistics()
+                await client.forward(input_ids=IDS)
+            found = [name for name in executor.statistics().layers if "layers.0.self_attn.k_proj" in name]
+            assert found == ["model.layers.0.self_attn.k_proj forward"]
+
     async def test_an_input_that_changed_in_place_is_sent_again(self, client: Any) -> None:
         attention = client.model.model.layers[0].self_attn
         base = client.executor.service.resident().model.model.layers[0].self_attn
