@@ -342,7 +342,7 @@ class VirtModule(VirtLayer):
 
     def _watch_inside(self) -> None:
         self._inside = [
-            (parent, name, child)
+            (parent, name, child, _additions(child))
             for parent in self.modules()
             for name, child in parent._modules.items()
             if child is not None
@@ -361,12 +361,10 @@ class VirtModule(VirtLayer):
                 )
 
     def _is_untouched(self) -> bool:
-        for parent, name, child in self._inside:
-            if parent._modules.get(name) is not child:
+        for parent, name, child, additions in self._inside:
+            if parent._modules.get(name) is not child or _additions(child) != additions:
                 return False
-            if "parametrizations" in child._modules or "forward" in vars(child):
-                return False
-            if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+            if "parametrizations" in child._modules:
                 return False
             if isinstance(child, _VirtLinear) and (
                 child._own_weight() is not None or child._pass() is not Pass.FORWARD
@@ -385,6 +383,13 @@ class VirtModule(VirtLayer):
             self._check_can_run_here()
             return cast(torch.Tensor, super().forward(x, *args, **kwargs))
         return self._call(x)
+
+
+def _additions(module: nn.Module) -> tuple[Any, ...]:
+    """Return what distinguishes the hooks of a module, and a ``forward`` of its own, from others. The provider's model
+    may have some, which the executor runs."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return vars(module).get("forward"), *map(tuple, hooks)
 
 
 def virtualize(module: nn.Module, spec: LayerSpec, requester: Requester, kind: type[VirtModule] = VirtModule) -> None:

@@ -490,6 +490,17 @@ class TestServedWhole:
                 handle.remove()
                 torch.testing.assert_close(await asyncio.to_thread(gradient, client.model), unchanged)
 
+    async def test_hooks_of_the_provider_are_called_by_the_executor(self, base: Any) -> None:
+        model = copy.deepcopy(base)
+        model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, x, y: 2 * y)
+        async with symbiosis.Executor(copy.deepcopy(model), base_layers="mlp") as executor:
+            async with executor.client() as client:
+                for tenant in (client.model, copy.deepcopy(client.model)):
+                    executor.reset_statistics()
+                    logits = (await client.run(tenant, input_ids=IDS)).logits
+                    torch.testing.assert_close(logits, model(input_ids=IDS).logits)
+                    assert "model.layers.0.mlp forward" in executor.statistics().layers
+
     async def test_number_of_layers(self, base: Any) -> None:
         async with symbiosis.Executor(base, base_layers="mlp") as executor, executor.client() as client:
             assert sum(isinstance(module, VirtLayer) for module in client.model.modules()) == 17
