@@ -112,8 +112,8 @@ PRECISE = ["Llama", "Gemma2", "DeepseekV3", "HunYuanMoEV1"]
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [None, "auto", "float32", "bfloat16", "float16"])
 def test_precision_is_that_of_a_whole_model(name: str, saved: torch.dtype, dtype: str | None, tmp_path: Path) -> None:
-    """As where transformers loads the model in it: rotary frequencies and some modules stay in fp32, and Gemma's scale
-    is not rounded to the checkpoint's precision first."""
+    """Parts have the precision that transformers gives a whole model: rotary frequencies and some modules stay in fp32,
+    and Gemma's scale is not rounded to the checkpoint's precision first."""
     zoo_model(name).to(saved).save_pretrained(tmp_path)
     whole, one, other = [
         symbiosis.Executor.from_pretrained(tmp_path, dtype=dtype, layers=layers).service.share()
