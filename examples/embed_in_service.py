@@ -79,8 +79,10 @@ class Service:
                 self.losses.append(await client.train_step({"input_ids": ids, "labels": ids}, optimizer))
                 self.training.set()
 
-    async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        client = self.clients.get(request.get("tenant", ""))
+    async def generate(self, request: Any) -> dict[str, Any]:
+        if not isinstance(request, dict):
+            raise BadRequestError("the body is no JSON object")
+        client = self.clients.get(str(request.get("tenant")))
         if client is None:
             raise BadRequestError(f"no tenant {request.get('tenant')!r}; tenants are {', '.join(self.clients)}")
         tokens, count = request.get("tokens"), request.get("max_new_tokens", 8)
@@ -126,17 +128,17 @@ class Service:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[str, dict[str, Any]]:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        method, path, _ = head[0].split(" ")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
-        body = await reader.readexactly(int(headers.get("content-length", 0)))
         try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            method, path, _ = head[0].split(" ")
+            headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
+            body = await reader.readexactly(int(headers.get("content-length", 0)))
             if (method, path) == ("GET", "/statistics"):
                 return "200 OK", await self.statistics()
             if (method, path) == ("POST", "/generate"):
                 return "200 OK", await self.generate(json.loads(body))
             return "404 Not Found", {"error": f"{method} {path} does not exist"}
-        except (BadRequestError, json.JSONDecodeError) as error:
+        except (BadRequestError, ValueError, asyncio.LimitOverrunError) as error:  # or bytes that are no HTTP or JSON
             return "400 Bad Request", {"error": str(error)}
         except SymbiosisError as error:
             return "503 Service Unavailable", {"error": str(error)}
@@ -169,7 +171,7 @@ async def main() -> None:
         ]
         for _, answer in await asyncio.gather(*(ask(service.port, "POST", "/generate", wish) for wish in wishes)):
             print(f"  {answer['tenant']}: {answer['tokens']}")
-        for wish in ({"tenant": "mallory", "tokens": [5]}, {"tenant": "bob"}):
+        for wish in ({"tenant": "mallory", "tokens": [5]}, {"tenant": "bob"}, {"tenant": ["alice"]}):
             status, answer = await ask(service.port, "POST", "/generate", wish)
             print(f"  {wish['tenant']}: {status}, {answer['error']}")
         _, answer = await ask(service.port, "GET", "/statistics")

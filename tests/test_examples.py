@@ -21,7 +21,15 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 NOISE = re.compile(r"torchao|_pytree|kernels-community")
 """What torchao and bitsandbytes print when transformers finds them installed."""
 EXPECTED = {
-    "embed_in_service.py": ["alice: [", "mallory: 400", "bob: 400", '"mean_batch"', "trainer took", "has ended"],
+    "embed_in_service.py": [
+        "alice: [",
+        "mallory: 400",
+        "bob: 400",
+        "['alice']: 400",
+        '"mean_batch"',
+        "trainer took",
+        "has ended",
+    ],
 }
 
 
