@@ -44,15 +44,21 @@ def save_model(folder: Path, model: Any = None, **options: Any) -> Path:
     return folder
 
 
+_given: set[int] = set()
+"""The ports that :func:`free_port` has returned."""
+
+
 def free_port() -> int:
     """Return a TCP port that no process uses, below those that Linux gives to outgoing connections.
 
-    The system does not give it to another process before the caller uses it.
+    The system does not give it to another process before the caller uses it, and this function gives it once only.
     """
     while True:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port := 20_000 + secrets.randbelow(12_000)))
-            return port
+            if port not in _given:
+                _given.add(port)
+                return port
 
 
 class _Fork:

@@ -71,7 +71,11 @@ class FaultyProxy:
 
     def __enter__(self) -> FaultyProxy:
         self._listening = socket.socket(self._own[0], socket.SOCK_STREAM)
-        self._listening.bind(self._own[1])
+        try:
+            self._listening.bind(self._own[1])
+        except OSError:
+            self._listening.close()
+            raise
         self._listening.listen()
         self._start(self._accept)
         return self

@@ -135,10 +135,11 @@ def test_training_without_an_adapter_is_refused(service: Service, tmp_path: Path
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(300)  # three processes import everything: a minute and a half beside another test
 def test_ddp_on_two_processes() -> None:
     """The processes' adapters are made equal, and placeholders are left alone."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "tests.ecosystem.ddp"], timeout=110, env=environment)
+    done = subprocess.run([sys.executable, "-m", "tests.ecosystem.ddp"], timeout=290, env=environment)
     assert done.returncode == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,13 @@ def test_a_proxy_refuses_unknown_transports(tmp_path: Path) -> None:
         FaultyProxy(f"shm://{tmp_path}/a", "tcp://127.0.0.1:1", Faults())
     with pytest.raises(UsageError, match="knows shm"):
         FaultyProxy("inproc://x", "inproc://y", Faults())
+
+
+def test_a_proxy_without_an_address_closes_its_socket() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        proxy = FaultyProxy(address, address, Faults())
+        with pytest.raises(OSError, match="in use"):
+            proxy.__enter__()
+    assert proxy._listening.fileno() == -1
