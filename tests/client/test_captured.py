@@ -21,6 +21,7 @@ from symbiosis.client.joint.captured import CapturedWalks
 from symbiosis.client.joint.pool import Pool, PooledLayer
 from symbiosis.policies import Fair, NoLockstep
 from symbiosis.testing import tiny_model
+from tests.client import test_joint_images
 from tests.client.test_joint import assert_equal, check_each_tenant, expected_of, generate, model_of, some_clients, text
 from tests.helpers import BATCH, LOGITS, adamw, lora
 
@@ -591,6 +592,21 @@ async def test_a_client_whose_tokens_do_not_fit_leaves_the_others_their_walk(
     _, expected = _write(plain, text(6).to(device), **options)
     torch.testing.assert_close(layer.keys, expected.keys, atol=1e-4, rtol=1e-3)
     for number, out in enumerate(outs, 1):
+        assert_equal(out, expected_of(plain_base, number, 6, 14), tolerance(device))
+
+
+async def test_tokens_with_several_positions_are_walked_by_code(
+    device: str, walks: _Walks, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    base = test_joint_images.model_of(test_joint_images.QWEN).to(device)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(2, base) as (executor, clients):
+        outs = await asyncio.gather(*(generate(client, 6, 14) for client in clients))
+        assert executor.statistics().clients[clients[0].name].joint >= 10
+    assert walks.captured == 0
+    assert "tokens of a client are not captured: its tokens have several positions each" in caplog.text
+    for number, out in enumerate(outs):
         assert_equal(out, expected_of(plain_base, number, 6, 14), tolerance(device))
 
 

@@ -276,6 +276,8 @@ class CapturedWalks:
             return "its cache is empty"
         if not {step.ids.dtype, position.dtype} <= {torch.int, torch.long} or position.device != self._device:
             return "its tokens or positions are not integers, or are on another device"
+        if position.ndim != 2:
+            return "its tokens have several positions each"
         if attention is not None and (attention.shape != (1, length + 1) or attention.device != self._device):
             return "its attention mask does not have a column for each token, or is on another device"
         if any(layer is not DynamicLayer for layer in structure(step.cache)):

@@ -2,9 +2,9 @@
 
 A client's *seat* stands before the forward of its top-level model. A call for one token, in evaluation mode, without
 gradients and with a cache, waits there while another token is under way. When that token is done, the waiting clients
-whose caches have the same structure are walked together, and a client that waits by itself walks its own model. Nothing
-else changes: ``generate``, its logits processors, streamers and stopping criteria, the client's random numbers and its
-cache are the client's own.
+whose caches and positions have the same structure are walked together, and a client that waits by itself walks its own
+model. Nothing else changes: ``generate``, its logits processors, streamers and stopping criteria, the client's random
+numbers and its cache are the client's own.
 
 A joint walk is a client of the executor like any other. It runs in a fiber of its own, and its requests name its
 clients.
@@ -175,7 +175,8 @@ class Seat:
                 return "positions of its own"
             position = torch.full((1, 1), cache.get_seq_length(), device=ids.device)  # without waiting for a device
         reply = asyncio.get_running_loop().create_future()
-        return Step(self, ids, position, kwargs.get("attention_mask"), cache, layers, reply)
+        common = (*layers, *position.shape[:-2])
+        return Step(self, ids, position, kwargs.get("attention_mask"), cache, common, reply)
 
 
 class JointDecoder:
@@ -328,7 +329,7 @@ class JointDecoder:
         if seated != self._seated:
             model.seat(model.adapters([(step.seat.reading.adapted, step.seat.slots) for step in steps]))
             self._seated = seated
-        ids, positions = torch.cat([step.ids for step in steps]), torch.cat([step.position for step in steps])
+        ids, positions = torch.cat([step.ids for step in steps]), torch.cat([step.position for step in steps], -2)
         output = model.forward(cache, ids, positions)
         logits = output.logits
         return [

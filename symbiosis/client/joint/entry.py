@@ -77,6 +77,10 @@ def one_token(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return Inputs(ids, cache)
 
 
+def _are_zeros(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.any()
+
+
 def why_alone(ids: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
     """Return what keeps a call for a token [b, 1] from being walked jointly, or None."""
     for name, value in kwargs.items():
@@ -84,6 +88,8 @@ def why_alone(ids: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
             continue
         if value is True and name in ("use_cache", "return_dict"):
             continue
+        if name == "mm_token_type_ids" and kwargs.get("position_ids") is not None and _are_zeros(value):
+            continue  # a token of text; an image's tokens are in the cache
         if name == "logits_to_keep" and type(value) is int and 0 <= value <= 1:
             continue
         return f"the argument {name}"
@@ -97,7 +103,7 @@ def why_alone(ids: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
     position = kwargs.get("position_ids")
     if position is None and attention is not None and not attention.all():
         return "a mask without positions"
-    if position is not None and position.shape != (1, 1):
+    if position is not None and (position.ndim > 3 or position.shape[-2:] != (1, 1)):
         return "positions of another shape"
     if in_modes():
         return "a torch mode, such as autocast or a hook"

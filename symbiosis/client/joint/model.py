@@ -28,7 +28,8 @@ class JointModel:
         module: the model. Nothing in it is a client's.
         settings: its configuration, as the clients' models have it.
         has_experts: whether there are banks of experts in it.
-        moves_positions: whether a client's model keeps by how much an image has moved the positions after it.
+        moves_positions: whether a token's position may differ from the number of tokens before it. Some models count
+            from one, and others keep by how much an image has moved the positions after it.
 
     Raises:
         JointError: models of this kind cannot be walked jointly.
@@ -69,7 +70,7 @@ class JointModel:
         return JointCache(caches, attention, self._inner)
 
     def forward(self, cache: WalkCache, ids: torch.Tensor, positions: torch.Tensor) -> Any:
-        """Return the model's output for tokens [N, 1] at positions [N, 1]."""
+        """Return the model's output for tokens [N, 1] at positions [N, 1], or [K, N, 1] if a token has K of them."""
         token = walk.set(cache)
         try:
             return self._model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
@@ -96,10 +97,13 @@ class JointModel:
                 raise JointError(reason)
             caches.append(copy.deepcopy(cache))
             before = copy.deepcopy(cache)
-            output = model(input_ids=token, past_key_values=cache, use_cache=True)
+            position = torch.tensor([[length]], device=device)
+            output = model(input_ids=token, position_ids=position, past_key_values=cache, use_cache=True)
             if output.keys() - {"logits", "past_key_values"}:
                 raise JointError("its model has other results than logits")
-            trials.append(Trial(before, token, torch.tensor([[length]], device=device), output.logits))
+            trials.append(Trial(before, token, position, output.logits))
+            usual = model(input_ids=token, past_key_values=copy.deepcopy(before), use_cache=True).logits
+            self.moves_positions = self.moves_positions or not trials[-1].agrees(usual)
         model.config._attn_implementation = NAME
         joint = self.cache(caches, [None, None])
         tokens, positions = torch.cat([token, token]), torch.cat([trial.position for trial in trials])
@@ -119,10 +123,14 @@ class Trial(NamedTuple):
     position: torch.Tensor
     logits: torch.Tensor
 
+    def agrees(self, logits: torch.Tensor) -> bool:
+        """Return whether these logits [1, 1, vocabulary] are the trial's but for rounding. NaN is not."""
+        tolerance = 1e-4 if self.logits.dtype is torch.float32 else 0.05
+        return bool((logits - self.logits).abs().max() <= tolerance * self.logits.abs().max())
+
     def compare(self, logits: torch.Tensor) -> None:
         """Raise JointError if these logits [1, 1, vocabulary] differ by more than rounding."""
-        tolerance = 1e-4 if self.logits.dtype is torch.float32 else 0.05
-        if not (logits - self.logits).abs().max() <= tolerance * self.logits.abs().max():  # of NaN, this is false, too
+        if not self.agrees(logits):
             raise JointError("its model gives other results for several rows")
 
 

@@ -28,13 +28,16 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.utils.hooks import RemovableHandle
+from transformers.utils import output_capturing
 
 from symbiosis.client.joint.stacks import parameters_of
 from symbiosis.client.parameters import SharedParameter, times_owned, values_of
 from symbiosis.client.virtlayer import VirtLayer, VirtModule
 
-_OURS = {"training", "may_have_siblings"}
-"""Attributes that differ between a client's skeleton and the joint one."""
+_UNLIKE = {"training", "may_have_siblings", "_output_capturing_hooks_installed"}
+"""Attributes that may differ between a client's skeleton and the joint one."""
+_SENSES = {"pixel_values", "pixel_values_videos", "input_features", "input_values"}
+"""What models inside a model read that take no part in a walk for a token: of images, videos and sound."""
 _KINDS = (lora.Linear, lora.Embedding, ia3.Linear)
 
 
@@ -133,7 +136,7 @@ class Reading:
     def _has_same_parts(self) -> bool:
         if list(map(id, chain.from_iterable(map(_values, self._contents)))) != self._ids:
             return False
-        if any(self._hooks) or any(map(_training, self._states)) or None in map(_fetch, self._shared):
+        if self._is_hooked() or any(map(_training, self._states)) or None in map(_fetch, self._shared):
             return False
         return all(_attributes(module) == _attributes(other) for module, other in self._pairs)
 
@@ -157,7 +160,7 @@ class Reading:
         before = len(self._tuners)
         for leaf, child in module._modules.items():
             other = reference._modules[leaf]
-            if child is not None and other is not None:
+            if child is not None and other is not None and getattr(type(other), "main_input_name", "") not in _SENSES:
                 self._read(child, other, f"{name}.{leaf}" if name else leaf)
         if isinstance(module, VirtModule) and len(self._tuners) > before:
             raise _WalksAloneError(f"an adapter inside {name}, which is served whole")
@@ -174,11 +177,14 @@ class Reading:
     def _check_state(self) -> None:
         self._hooks += [global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks]
         self._passing = True
-        if any(self._hooks):
+        if self._is_hooked():
             raise _WalksAloneError("forward hooks")
         if any(map(_training, self._states)):
             raise _WalksAloneError("training mode")
         self._passing = False
+
+    def _is_hooked(self) -> bool:
+        return any(map(_has_effect, filter(None, self._hooks)))
 
     def _read_parameters(self, name: str, module: nn.Module, other: nn.Module) -> None:
         for leaf, parameter in module._parameters.items():
@@ -283,8 +289,14 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in module.__dict__.items()
-        if (isinstance(value, (int, float, str)) and name not in _OURS) or name == "forward"
+        if (isinstance(value, (int, float, str)) and name not in _UNLIKE) or name == "forward"
     }
+
+
+def _has_effect(hooks: Mapping[int, Any]) -> bool:
+    """Return whether a module has hooks with an effect in a call for logits alone. Those that transformers leaves on
+    modules after a call for hidden states or attentions have none."""
+    return any(getattr(hook, "__module__", None) != output_capturing.__name__ for hook in hooks.values())
 
 
 def _alike(one: type[Any], reference: type[Any]) -> bool:

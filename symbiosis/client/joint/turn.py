@@ -14,8 +14,8 @@ class Turn:
     """Begins one token after another.
 
     The next token begins once none is under way and everything that is ready on the event loop has run, so that all
-    clients can join it. Clients whose caches have the same structure are walked together. The others walk their own
-    models at the same time, so that their rows can share batches.
+    clients can join it. Clients whose caches and positions have the same structure are walked together. The others walk
+    their own models at the same time, so that their rows can share batches.
 
     Args:
         together: begins a walk for several steps; :meth:`ended` is to be called after it.
