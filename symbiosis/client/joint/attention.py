@@ -4,7 +4,10 @@ The walk runs the model's own code once, on rows [N, 1, ...] of N clients. Two e
 client's cache in its place: the joint model's configuration names an attention implementation of this module, and its
 cache is a :class:`JointCache`. Both call what the client's own walk would call, row by row: the client's cache, and the
 model's own attention and mask functions. A row thus gets the bits that it would get alone, whatever the lengths of the
-caches, and no cache is copied or pooled (docs/decisions/0026-joint-decoding.md).
+caches, and no keys or values are copied or pooled (docs/decisions/0026-joint-decoding.md).
+
+Layers of linear attention, state spaces and short convolutions keep states of fixed size instead. Their code computes
+all rows at once, on the clients' states behind each other.
 
 Legend: N rows, one of each client; H heads; D features of a head; L cached tokens of one client.
 """
@@ -18,7 +21,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from symbiosis.client.joint.pool import PooledLayer
 
@@ -55,6 +63,8 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Whether the walk has changed the clients' caches."""
         self._kept: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         """Keys and values of all clients, by the id of the new keys that the model has in hand."""
+        self._states: dict[tuple[str, int, int], torch.Tensor] = {}
+        """States [N, ...] that the walk has used, by kind, layer and number."""
         self._masked_layer = 0
         """The layer whose mask is made."""
 
@@ -69,6 +79,36 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
             found.append(self.for_row(row, cache.update, key, value, layer_idx) or (key, value))
         self._kept = {id(key_states): (key_states, found)}
         return key_states, value_states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        """Return the clients' states of a convolution as one tensor [N, ...], which the model's code may change."""
+        return self._joint_state("conv_states", layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        """Return the clients' recurrent states as one tensor [N, ...], which the model's code may change."""
+        return self._joint_state("recurrent_states", layer_idx, state_idx)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Take the clients' new recurrent states [N, ...]."""
+        self._states["recurrent_states", layer_idx, state_idx] = recurrent_states
+        return recurrent_states
+
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise JointError("its convolutions keep more than a state")
+
+    def keep_states(self) -> None:
+        """Give each client its new states, after the walk."""
+        self.was_updated = self.was_updated or bool(self._states)
+        for (kind, layer, number), states in self._states.items():
+            for row, (cache, state) in enumerate(zip(self.caches, states.chunk(len(states)), strict=True)):
+                self.for_row(row, getattr(cache.layers[layer], kind)[number].copy_, state)
+
+    def _joint_state(self, kind: str, layer: int, number: int) -> torch.Tensor:
+        states = torch.cat([getattr(cache.layers[layer], kind)[number] for cache in self.caches])
+        self._states[kind, layer, number] = states
+        return states
 
     def drop(self, row: int, error: Exception) -> None:
         """Ignore a failed client from now on; the results of its row are discarded."""
@@ -186,7 +226,8 @@ def _mask(**given: Any) -> Any:
 AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, _mask)
 
-_PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+_WITH_STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, *_WITH_STATES)
 
 
 def structure(cache: Any) -> tuple[Any, ...] | str:
@@ -196,7 +237,9 @@ def structure(cache: Any) -> tuple[Any, ...] | str:
     if cache.offloading or not cache.layers:
         return "its cache is offloaded" if cache.offloading else "its cache is empty"
     layers = tuple([DynamicLayer if type(layer) is PooledLayer else type(layer) for layer in cache.layers])
-    for layer in layers:
-        if layer not in _PLAIN_LAYERS:
-            return f"its cache has a {layer.__name__}"
+    for kind, layer in zip(layers, cache.layers, strict=True):
+        if kind not in _LAYERS:
+            return f"its cache has a {kind.__name__}"
+        if kind in _WITH_STATES and (layer.record_past or not all(layer.has_previous_state.values())):
+            return "its cache has no states yet, or keeps earlier ones"
     return layers

@@ -134,7 +134,7 @@ class CapturedWalks:
         if self._model.has_experts:
             raise JointError("its code reads on the host which experts have rows")
         if any(structure(trial.cache) != (DynamicLayer,) * len(trial.cache.layers) for trial in trials):
-            raise JointError("its cache has layers with a window")
+            raise JointError("its cache has layers of other kinds than full attention")
         pool = Pool(self._like, 2 * len(trials), 2 * max(trial.cache.get_seq_length() for trial in trials))
         walk = self._walk_in(pool, [])
         rows = [2 * number for number, _ in enumerate(trials)][::-1]

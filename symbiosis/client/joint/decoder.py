@@ -331,6 +331,7 @@ class JointDecoder:
             self._seated = seated
         ids, positions = torch.cat([step.ids for step in steps]), torch.cat([step.position for step in steps], -2)
         output = model.forward(cache, ids, positions)
+        cache.keep_states()
         logits = output.logits
         return [
             cache.errors.get(row) or type(output)(logits=logits[row : row + 1].clone(), past_key_values=step.cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -108,6 +109,7 @@ class JointModel:
         joint = self.cache(caches, [None, None])
         tokens, positions = torch.cat([token, token]), torch.cat([trial.position for trial in trials])
         together = self.forward(joint, tokens, positions).logits
+        joint.keep_states()
         for row, trial in enumerate(trials):
             if error := joint.errors.get(row):
                 raise error
@@ -138,7 +140,7 @@ def _check(model: Any) -> None:
     """Raise JointError for models that cannot be walked jointly."""
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
         raise JointError("its model is no decoder of transformers")
-    if not model._supports_attention_backend:
+    if not any(hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS") for module in model.modules()):
         raise JointError("its model has attention code of its own")
     if model.config._attn_implementation not in INNER:
         raise JointError(f"its model's attention is {model.config._attn_implementation}")
