@@ -176,7 +176,8 @@ class PartsChannel:
         channel, sent = self._forwarded(call)
         reply: Any = channel.send(sent)
         self._sent[call] = channel, sent
-        reply.add_done_callback(lambda _: self._sent.pop(call, None))
+        # A task that is cancelled cancels the reply; this runs before the task calls cancel, which then finds nothing.
+        reply.add_done_callback(lambda done: self.cancel(call) if done.cancelled() else self._sent.pop(call, None))
         return reply  # type: ignore[no-any-return]
 
     def call(self, call: Call) -> Results:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import symbiosis
+from symbiosis.core.policy import Decision, Policy, Run, View, Wait
 from symbiosis.core.registry import addresses_in, make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind, Terms
@@ -191,6 +192,37 @@ async def test_a_client_is_in_a_walk_at_one_executor_at_a_time(tmp_path: Path) -
         with pytest.raises(RequestError, match="counted from 0"):
             channel.send(Call(Key((99,), Pass.FORWARD), Kind.DECODE, rows))
         channel.close()
+
+
+class Held(Policy):
+    """A policy that runs nothing while ``holds``."""
+
+    name = "held"
+    holds = False
+
+    def decide(self, view: View, now: float) -> Decision:
+        if self.holds:
+            return Wait(now + 0.01)
+        return Run(view.oldest.key, view.queues[view.oldest.key].take(view.max_rows), "not held")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+async def test_a_task_that_is_cancelled_cancels_its_call(masked: bool, tmp_path: Path) -> None:
+    model, policy = tiny_model(), Held()
+    one = symbiosis.Executor(copy.deepcopy(model), layers="0", policy=policy)
+    async with one, symbiosis.Executor(copy.deepcopy(model), layers="1,lm_head") as other:
+        listeners = [await each.listen("tcp://127.0.0.1:0") for each in (one, other)]
+        addresses = ",".join(listener.address for listener in listeners)
+        privacy = LocalPads(model) if masked else None
+        async with symbiosis.connect(addresses) as base, base.client(privacy=privacy) as client:
+            await client.forward(input_ids=IDS)
+            policy.holds = True
+            task = asyncio.create_task(client.forward(input_ids=IDS))
+            await until(lambda: one.status()["outstanding"])
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: not one.status()["outstanding"])
 
 
 async def test_joint_decoding(tmp_path: Path) -> None:
