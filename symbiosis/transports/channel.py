@@ -93,7 +93,6 @@ class AsyncChannel:
             connection.send(parts)
 
     def received(self, type_: Type, content: Sequence[Any], attached: Sequence[Any]) -> None:
-        self._conversation.heard(time.monotonic())
         connection = self._connection
         if connection is None:
             return
@@ -159,8 +158,11 @@ class AsyncChannel:
         """Find out whether the executor is still there."""
         self._timer = self._loop.call_later(WATCH_S, self._watch)
         if self._connection is not None and self._conversation.outstanding.sent:
+            now = time.monotonic()
+            if self._connection.moves():
+                self._conversation.heard(now)
             try:
-                if (ping := self._conversation.check_alive(time.monotonic())) is not None:
+                if (ping := self._conversation.check_alive(now)) is not None:
                     self._connection.send([ping])
             except ConnectionLostError as error:
                 self.lost(error)

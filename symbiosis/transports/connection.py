@@ -105,6 +105,10 @@ class AsyncConnection(_Connection):
     def start(self, channel: Receiver) -> None:
         """Begin to tell the channel what comes, until :meth:`close`."""
 
+    @abstractmethod
+    def moves(self) -> bool:
+        """Return whether bytes have come, or fewer wait to be sent, since this method was last called."""
+
 
 class BlockingConnection(_Connection):
     """A connection for threads that block, one at a time.

@@ -63,10 +63,11 @@ from symbiosis.transports.share import Welcome
 from symbiosis.transports.wire import PING, Hello, Type
 
 PING_AFTER_S = 5.0
-"""Seconds without a message after which a client with a call outstanding sends PING."""
+"""Seconds without a sign of life after which a client with a call outstanding sends PING."""
 UNANSWERED = 24
-"""PINGs in a row without any message after which a client gives up the connection: two minutes. A long batch may take a
-minute; the death of an executor shows earlier, by other means. A client that was stopped meanwhile has sent none."""
+"""PINGs in a row without a sign of life after which a client gives up the connection: two minutes. A long batch may
+take a minute; the death of an executor shows earlier, by other means. A client that was stopped meanwhile has sent
+none."""
 CARRIED = (Type.SEGMENT, Type.RENDEZVOUS)
 """Messages for the carrier of tensors."""
 FIRST_S, LONGEST_S = 0.05, 2.0
@@ -218,9 +219,9 @@ class Conversation:
         self._limits = Limits()
         self._ids = itertools.count(1)
         self._asked = 0.0
-        """Time of the last message, or of the last PING."""
+        """Time of the last sign of life, or of the last PING."""
         self._unanswered = 0
-        """PINGs since the last message."""
+        """PINGs since the last sign of life."""
         self._patience_s = retry_s
         """Seconds for which the next attempts to join again go on."""
         self._until: float | None = None
@@ -369,7 +370,7 @@ class Conversation:
         return wire.BEGIN if in_walk else wire.END
 
     def heard(self, now: float) -> None:
-        """Note that a message came, or that the first call was sent. Times are in seconds."""
+        """Note a sign of life: a message, bytes that came or went, or that a call was sent. Times are in seconds."""
         self._asked = now
         self._unanswered = 0
 

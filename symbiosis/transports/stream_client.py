@@ -139,6 +139,10 @@ class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol)
     _channel: Receiver | None = None
     _error: SymbiosisError | None = None
     """Why the connection has ended."""
+    _came = False
+    """Whether bytes have come since :meth:`moves` was last called."""
+    _waited = 0
+    """Bytes that waited to be sent then."""
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -147,6 +151,7 @@ class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol)
         return self._stream.room()
 
     def buffer_updated(self, count: int) -> None:
+        self._came = True
         try:
             self._stream.filled(count)
         except (OSError, WireError) as error:  # of TLS
@@ -167,6 +172,12 @@ class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol)
         loop.call_soon(self._pass_on)
         if self._error is not None:
             loop.call_soon(self.lose, self._error)
+
+    def moves(self) -> bool:
+        waits = self._transport.get_write_buffer_size()
+        moves = self._came or waits < self._waited
+        self._came, self._waited = False, waits
+        return moves
 
     def _pass_on(self) -> None:
         """Give the channel the messages that have come."""
