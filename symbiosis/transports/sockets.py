@@ -2,7 +2,8 @@
 
 A process that ends closes its connections, which the other side sees at once. A host or a network that fails sends
 nothing; the kernel then asks (keepalive), and ends the connection when no answer comes for ``LOST_S``. The kernel of a
-process that is busy, or was stopped, answers: a matrix product that takes a minute loses no connection.
+process that is busy, or was stopped, answers: a matrix product that takes a minute loses no connection. Linux also ends
+a connection whose receiver lets data wait for ``LOST_S``, although its kernel answers.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import NamedTuple
 
 from symbiosis.errors import ConnectionLostError, UsageError
 
-LOST_S = 30
-"""Seconds without an answer of the other side's kernel after which a connection is lost."""
+LOST_S = 90
+"""Seconds without an answer of the other side's kernel, or in which it takes no data, after which a connection is lost.
+An executor does not read while a call waits for room, for 60 s, and itself ends connections that move too little for
+60 s. On Linux, TCP_USER_TIMEOUT also decides when keepalive gives up."""
 
 
 class Endpoint(NamedTuple):
