@@ -133,8 +133,8 @@ class BlockingChannel(SynchronousChannel):
     def call(self, call: Call) -> Results:
         with self._lock:
             conversation = self._conversation
-            pending = conversation.call(call)
             try:
+                pending = conversation.call(call)
                 while True:
                     if conversation.state is not _JOINED:
                         self._rejoin()
@@ -149,7 +149,7 @@ class BlockingChannel(SynchronousChannel):
                     self._connection.close()
                 conversation.outstanding.clear()
                 raise
-            except BaseException:  # Ctrl-C: a message may be half sent, and an answer may still come
+            except BaseException:  # Ctrl-C: the call may wait, a message be half sent, and an answer may still come
                 self._interrupted()
                 raise
 

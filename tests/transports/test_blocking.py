@@ -13,11 +13,18 @@ from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.transports import shm_client, tcp_client, wire
 from symbiosis.transports.blocking import BlockingChannel
+from symbiosis.transports.conversation import Conversation, Pending
 from symbiosis.transports.stream import frame
 from symbiosis.transports.wire import Hello
 from tests.helpers import in_thread, until
 
-MOMENTS = ["half of it is sent", "before it is answered", "after it was answered", "half a BEGIN is sent"]
+MOMENTS = [
+    "it waits to be sent",
+    "half of it is sent",
+    "before it is answered",
+    "after it was answered",
+    "half a BEGIN is sent",
+]
 
 
 class Interrupted:
@@ -59,7 +66,9 @@ class Interrupt:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
-async def test_the_next_call_is_answered(base: Any, tmp_path: Path, scheme: str, moment: str) -> None:
+async def test_the_next_call_is_answered(
+    base: Any, tmp_path: Path, scheme: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next call gets its own answer, and not that of the interrupted call, within seconds. ``retry`` may be 0."""
     address = f"shm://{tmp_path}/s.sock" if scheme == "shm" else "tcp://127.0.0.1:0"
     layer = base.model.layers[0].self_attn.q_proj
@@ -70,6 +79,15 @@ async def test_the_next_call_is_answered(base: Any, tmp_path: Path, scheme: str,
     async with symbiosis.Executor(base) as executor:
         address = (await executor.listen(address)).address
         interrupt = Interrupt()
+        real = Conversation.call
+
+        def waits(conversation: Conversation, call: Call) -> Pending:
+            pending = real(conversation, call)
+            if interrupt.take("it waits"):
+                raise KeyboardInterrupt
+            return pending
+
+        monkeypatch.setattr(Conversation, "call", waits)
 
         def join(hello: Hello, again: bool) -> Any:
             if scheme == "shm":
