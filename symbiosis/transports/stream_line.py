@@ -229,7 +229,9 @@ class StreamLine(asyncio.BufferedProtocol):
             return
         if not self._outgoing:
             if self._ends:
-                self._write_eof()
+                self.peer.leave("it sends no more")  # no answer can follow the end
+                # The caller may be a write of asyncio, which itself writes an end that it finds, also a second time.
+                asyncio.get_running_loop().call_soon(self._write_eof)
             if not self._unsent:
                 self._was_read()
 
@@ -299,7 +301,8 @@ class StreamLine(asyncio.BufferedProtocol):
     def _write_eof(self) -> bool:
         """Tell the client that nothing follows. Return whether it is still there."""
         try:
-            self._transport.write_eof()
+            if not self._transport.is_closing():
+                self._transport.write_eof()
         except OSError:
             self._transport.abort()
             return False

@@ -65,13 +65,21 @@ class Transport:
         self._line.resume_writing()
 
 
+class Peer:
+    gone = False
+    received = None
+
+    def leave(self, why: str) -> None:
+        self.gone = True
+
+
 @pytest.fixture
 async def line() -> Any:
     line: Any = StreamLine(SimpleNamespace(lines=set()))  # type: ignore[arg-type]
     line._transport = Transport(line)
     line._transport.set_write_buffer_limits()
     line._transport.turn.append(0)
-    line.peer = SimpleNamespace(gone=False, received=None)
+    line.peer = Peer()
     yield line
     line._stop_deadline()
 
@@ -151,6 +159,8 @@ async def test_a_client_that_sends_no_more_still_gets_its_answer(line: Any) -> N
     await turns(line, 10)
     assert line._transport.sent == frame(b"result", SIZE) + ANSWER
     assert line._transport.ended
+    line.send(b"later")
+    assert line._transport.sent == frame(b"result", SIZE) + ANSWER
     assert not line.eof_received()
 
 
@@ -167,7 +177,7 @@ async def test_an_end_comes_after_what_was_sent(line: Any) -> None:
 
 async def test_a_connection_that_is_lost_writes_no_more(line: Any) -> None:
     line.send(b"result", SIZE, [ANSWER], results=True)
-    line.peer.leave = line.peer.closed = lambda *why: None
+    line.peer.closed = lambda: None
     line.connection_lost(None)
     before = len(line._transport.sent)
     await turns(line, 5)
