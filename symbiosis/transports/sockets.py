@@ -1,9 +1,9 @@
 """TCP sockets: addresses, and how the kernel finds out that the other side is gone.
 
 A process that ends closes its connections, which the other side sees at once. A host or a network that fails sends
-nothing; the kernel then asks (keepalive), and ends the connection when no answer comes for ``LOST_S``. The kernel of a
+nothing; the kernel then asks (keepalive), and ends the connection when no answer comes for some time. The kernel of a
 process that is busy, or was stopped, answers: a matrix product that takes a minute loses no connection. Linux also ends
-a connection whose receiver lets data wait for ``LOST_S``, although its kernel answers.
+a connection whose receiver lets data wait for that time, although its kernel answers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 from symbiosis.errors import ConnectionLostError, UsageError
 
-LOST_S = 90
-"""Seconds without an answer of the other side's kernel, or in which it takes no data, after which a connection is lost.
-An executor does not read while a call waits for room, for 60 s, and itself ends connections that move too little for
-60 s. On Linux, TCP_USER_TIMEOUT also decides when keepalive gives up."""
+LOST_CLIENT_S = 30
+"""Seconds without an answer of a client's kernel, or in which the client takes no data, after which the executor's side
+of a connection is lost. It is less than the time for which clients try to come back, under a name that is free then."""
+LOST_EXECUTOR_S = 90
+"""The same for the client's side. An executor does not read for 60 s while a call waits for room. On Linux,
+TCP_USER_TIMEOUT also decides when keepalive gives up."""
 
 
 class Endpoint(NamedTuple):
@@ -77,16 +79,16 @@ def carries_tensors(address: str) -> bool:
     return not address.startswith("dist:")
 
 
-def prepare(connected: socket.socket) -> None:
-    """Set the options that both ends of a TCP connection have in common."""
+def prepare(connected: socket.socket, lost_s: int) -> None:
+    """Set the options of one end of a TCP connection, which is lost ``lost_s`` after the other end's last answer."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", LOST_S // 3),
-        ("TCP_KEEPALIVE", LOST_S // 3),  # the name of TCP_KEEPIDLE on macOS
-        ("TCP_KEEPINTVL", LOST_S // 6),
+        ("TCP_KEEPIDLE", lost_s // 3),
+        ("TCP_KEEPALIVE", lost_s // 3),  # the name of TCP_KEEPIDLE on macOS
+        ("TCP_KEEPINTVL", lost_s // 6),
         ("TCP_KEEPCNT", 4),
-        ("TCP_USER_TIMEOUT", 1000 * LOST_S),
+        ("TCP_USER_TIMEOUT", 1000 * lost_s),
     ):
         if hasattr(socket, name):
             with contextlib.suppress(OSError):

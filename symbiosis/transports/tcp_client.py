@@ -19,7 +19,7 @@ from symbiosis.transports.conversation import Pending
 from symbiosis.transports.joining import ANSWER_WITHIN_S, joining
 from symbiosis.transports.keys import KeyPair
 from symbiosis.transports.share import Progress
-from symbiosis.transports.sockets import carries_tensors, prepare, resolve
+from symbiosis.transports.sockets import LOST_EXECUTOR_S, carries_tensors, prepare, resolve
 from symbiosis.transports.stream import ByteStream, TlsByteStream, matrices, payload_of
 from symbiosis.transports.stream_client import AsyncStreamClient, BlockingStreamClient, StreamClient
 from symbiosis.transports.wire import CallMessage, Hello
@@ -96,7 +96,7 @@ class TcpConnection(StreamClient):
         except OSError as error:
             raise ConnectionLostError(f"no executor answers on {address}: {error.strerror or error}") from error
         try:
-            prepare(self._socket)
+            prepare(self._socket, LOST_EXECUTOR_S)
             self._exchange(joining(address, hello, again, progress))
         except OSError as error:
             with contextlib.suppress(OSError):

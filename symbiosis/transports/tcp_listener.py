@@ -22,7 +22,7 @@ from symbiosis.transports.courier import Admitted, Courier
 from symbiosis.transports.keys import Keyring, identity
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Peer
-from symbiosis.transports.sockets import Endpoint, bind, carries_tensors, prepare
+from symbiosis.transports.sockets import LOST_CLIENT_S, Endpoint, bind, carries_tensors, prepare
 from symbiosis.transports.stream import ByteStream, TlsByteStream, block, matrices, payload_of
 from symbiosis.transports.stream_line import StreamLine, StreamListener
 from symbiosis.transports.wire import Type
@@ -152,7 +152,7 @@ class TcpLine(StreamLine):
         if not self._has_room(readable=listener.keys is None):
             return
         try:
-            prepare(transport.get_extra_info("socket"))
+            prepare(transport.get_extra_info("socket"), LOST_CLIENT_S)
             if listener.keys is None:
                 self.open(self.tenant)
                 return

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from symbiosis import Executor
+from symbiosis import Client, Executor
 from symbiosis.testing.zoo import zoo_model
 from tests.client.test_joint import OPTIONS, assert_equal, plain, text
 from tests.helpers import LOGITS, lora, until
@@ -71,3 +71,33 @@ async def test_a_cache_that_keeps_earlier_states_walks_alone() -> None:
     assert counts.joint == 0
     assert "its cache has no states yet, or keeps earlier ones" in counts.alone
     assert_equal(out, plain_base.generate(input_ids=text(5), max_new_tokens=12, **OPTIONS))
+
+
+async def test_states_of_another_shape_disturb_no_other_tenant() -> None:
+    base = model_of("Lfm2ForCausalLM")
+    plain_base = copy.deepcopy(base)
+
+    @torch.no_grad()
+    def spoil(model: Any) -> None:
+        cache = transformers.DynamicCache(config=model.config)
+        model(input_ids=text(5), past_key_values=cache, use_cache=True)
+        for _ in range(6):
+            model(input_ids=text(1), past_key_values=cache, use_cache=True)
+        states = next(layer.conv_states for layer in cache.layers if hasattr(layer, "conv_states"))
+        states[0] = states[0].repeat(3, 1, 1)
+        model(input_ids=text(1), past_key_values=cache, use_cache=True)
+
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(executor.client(name=str(number))) for number in range(3)]
+
+        async def write(client: Client) -> Any:
+            return await client.generate(input_ids=text(5), max_new_tokens=24, **OPTIONS)
+
+        await asyncio.gather(*map(write, clients))
+        outs = await asyncio.gather(
+            *map(write, clients[:2]), clients[2].run(spoil, clients[2].model), return_exceptions=True
+        )
+        assert executor.statistics().clients["0"].joint > 20
+    assert isinstance(outs[2], RuntimeError)
+    for out in outs[:2]:
+        assert_equal(out, plain_base.generate(input_ids=text(5), max_new_tokens=24, **OPTIONS))

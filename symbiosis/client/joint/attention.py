@@ -237,9 +237,13 @@ def structure(cache: Any) -> tuple[Any, ...] | str:
     if cache.offloading or not cache.layers:
         return "its cache is offloaded" if cache.offloading else "its cache is empty"
     layers = tuple([DynamicLayer if type(layer) is PooledLayer else type(layer) for layer in cache.layers])
+    found: list[Any] = list(layers)
     for kind, layer in zip(layers, cache.layers, strict=True):
         if kind not in _LAYERS:
             return f"its cache has a {kind.__name__}"
-        if kind in _WITH_STATES and (layer.record_past or not all(layer.has_previous_state.values())):
-            return "its cache has no states yet, or keeps earlier ones"
-    return layers
+        if kind in _WITH_STATES:
+            if layer.record_past or not all(layer.has_previous_state.values()):
+                return "its cache has no states yet, or keeps earlier ones"
+            states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+            found += [(state.shape, state.dtype, state.device) for state in states if state is not None]
+    return tuple(found)

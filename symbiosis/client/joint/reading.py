@@ -37,7 +37,7 @@ from symbiosis.client.virtlayer import VirtLayer, VirtModule
 _UNLIKE = {"training", "may_have_siblings", "_output_capturing_hooks_installed"}
 """Attributes that may differ between a client's skeleton and the joint one."""
 _SENSES = {"pixel_values", "pixel_values_videos", "input_features", "input_values"}
-"""What models inside a model read that take no part in a walk for a token: of images, videos and sound."""
+"""What models of images, videos and sound read. Inside another model, they take no part in a walk for a token."""
 _KINDS = (lora.Linear, lora.Embedding, ia3.Linear)
 
 
@@ -55,12 +55,13 @@ class Reading:
             wrap.
     """
 
-    def __init__(self, model: Any, reference: nn.Module, settings: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, reference: Any, settings: Mapping[str, Any]) -> None:
         self.adapted: dict[str, tuple[Any, str]] = {}
         self._scalings: list[tuple[dict[str, Any], str, float]] = []
         self._parameters: list[tuple[dict[str, Any], str]] = []
         """Dictionaries with the parameters of the active adapters, and their names there."""
         self._buffers: list[torch.Tensor] = []
+        self._embedding = reference.get_input_embeddings()
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
         """Modules that are not of an adapter, and those of the skeleton."""
         self._tuners: list[tuple[dict[str, Any], bool, Any]] = []
@@ -160,10 +161,16 @@ class Reading:
         before = len(self._tuners)
         for leaf, child in module._modules.items():
             other = reference._modules[leaf]
-            if child is not None and other is not None and getattr(type(other), "main_input_name", "") not in _SENSES:
+            if child is not None and other is not None and not self._is_a_sense(other):
                 self._read(child, other, f"{name}.{leaf}" if name else leaf)
         if isinstance(module, VirtModule) and len(self._tuners) > before:
             raise _WalksAloneError(f"an adapter inside {name}, which is served whole")
+
+    def _is_a_sense(self, module: nn.Module) -> bool:
+        """Return whether a module of the skeleton reads images, videos or sound, and no text."""
+        if getattr(type(module), "main_input_name", None) not in _SENSES:
+            return False
+        return all(part is not self._embedding for part in module.modules())
 
     def _watch(self, module: nn.Module) -> None:
         _Registrations.read.add(module)
