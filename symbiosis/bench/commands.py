@@ -14,7 +14,7 @@ import typer
 
 from symbiosis.core.registry import POLICIES, names
 from symbiosis.errors import SymbiosisError, UsageError
-from symbiosis.terminal.console import console, is_given, writable
+from symbiosis.terminal.console import console, is_given, writable, write_and_show
 from symbiosis.terminal.loop import run, wait_passively
 
 app = typer.Typer(no_args_is_help=True, help="Measure against plain transformers + PEFT, interleaved in one run.")
@@ -409,9 +409,8 @@ def _measure(
 
         report = run(main())
     report.options = _given(context)
-    report.print(out)
+    write_and_show((json, report.save), show=lambda: report.print(out))
     if json is not None:
-        report.save(json)
         out.print(f"wrote {json}")
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from symbiosis.core.registry import make_policy
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console, toml_in, writable, write_json
+from symbiosis.terminal.console import console, toml_in, writable, write_and_show, write_json
 
 if TYPE_CHECKING:
     from symbiosis.simulation.machines import Fleet
@@ -82,9 +82,8 @@ def plan(
         found = placements(
             fleet, base, work, lambda: make_policy(policy), clients, lambda text: status.update(f"simulating {text}")
         )
-    _show(model, tenants, fleet, found)
-    if json is not None:
-        write_json(json, {"model": model, "tenants": asdict(work), "simulated": True, "placements": _data(found)})
+    told = {"model": model, "tenants": asdict(work), "simulated": True, "placements": _data(found)}
+    write_and_show((json, lambda file: write_json(file, told)), show=lambda: _show(model, tenants, fleet, found))
 
 
 def _counts(text: str) -> dict[str, int]:

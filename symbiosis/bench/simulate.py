@@ -16,7 +16,7 @@ from rich.table import Table
 from symbiosis.bench.commands import LayersOption, PresetName
 from symbiosis.core.registry import make_policy
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import PLOTS, console, is_given, toml_in, writable, write_json
+from symbiosis.terminal.console import PLOTS, console, is_given, toml_in, writable, write_and_show, write_json
 from symbiosis.terminal.loop import run
 from symbiosis.terminal.progress import Steps
 
@@ -185,12 +185,12 @@ def simulate(
             place(Clock(), partial(make_policy, spec))  # report a latency target that cannot be met
         results = {spec: _predict(spec, costs, played, slo, place) for spec in policies}
         costs_text = costs.text
-    _show(costs_text, played, executors, results, real)
-    if json is not None:
-        served = {"placement": str(placement)} if placement is not None else {"executors": executors}
-        write_json(json, served | _as_data(costs_text, played, results, real))
-    if plot is not None:
-        _plot(plot, results, slo)
+    served = {"placement": str(placement)} if placement is not None else {"executors": executors}
+    write_and_show(
+        (json, lambda file: write_json(file, served | _as_data(costs_text, played, results, real))),
+        (plot, lambda file: _plot(file, results, slo)),
+        show=lambda: _show(costs_text, played, executors, results, real),
+    )
 
 
 def _check_options(context: typer.Context) -> None:
@@ -272,21 +272,21 @@ def _grid(
         found = grid.run(cells, compared, slo, requests, rows, partial(steps, text))
     if not found:
         raise KeyboardInterrupt
-    console().print(grid.table(found, compared[0]), grid.summary(found))
-    if json is not None:
-        loads_data = [
-            {
-                "load": row.cell.text(),
-                **asdict(row.cell),
-                "bound": row.bound._asdict(),
-                "policies": {spec: asdict(outcome) for spec, outcome in row.outcomes.items()},
-                "holds": row.holds(compared[0]),
-            }
-            for row in found
-        ]
-        write_json(json, {"loads": loads_data, "means": grid.means(found), "machine": machine()})
-    if plot is not None:
-        grid.plot(plot, found)
+    loads_data = [
+        {
+            "load": row.cell.text(),
+            **asdict(row.cell),
+            "bound": row.bound._asdict(),
+            "policies": {spec: asdict(outcome) for spec, outcome in row.outcomes.items()},
+            "holds": row.holds(compared[0]),
+        }
+        for row in found
+    ]
+    write_and_show(
+        (json, lambda file: write_json(file, {"loads": loads_data, "means": grid.means(found), "machine": machine()})),
+        (plot, lambda file: grid.plot(file, found)),
+        show=lambda: console().print(grid.table(found, compared[0]), grid.summary(found)),
+    )
     if len(found) < len(cells):
         console(stderr=True).print(f"interrupted: these are {len(found)} of {len(cells)} loads")
         raise typer.Exit(130)

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import PLOTS, console, writable, write_json
+from symbiosis.terminal.console import PLOTS, console, writable, write_and_show, write_json
 from symbiosis.terminal.loop import run
 
 if TYPE_CHECKING:
@@ -78,13 +78,12 @@ def audit(
     plan = Workload(hidden=hidden, intermediate=2 * hidden, prompts=prompts, repeats=repeats, seed=seed)
     with console().status("building a model") as status:
         result = run(run_audit(scheme or SCHEMES, plan, baselines=lots, progress=status.update))
-    _show(result)
-    if json is not None:
-        write_json(json, {**as_data(result), "machine": machine()})
-    if plot is not None:
-        draw(plot, result)
-    if into is not None:
-        write_into(into, result)
+    write_and_show(
+        (json, lambda file: write_json(file, {**as_data(result), "machine": machine()})),
+        (plot, lambda file: draw(file, result)),
+        (into, lambda file: write_into(file, result)),
+        show=lambda: _show(result),
+    )
 
 
 def _show(result: Audit) -> None:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console, writable, write_json
+from symbiosis.terminal.console import console, writable, write_and_show, write_json
 from symbiosis.terminal.progress import Steps
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ def compat(
     from symbiosis.terminal.loop import run, wait_passively
 
     wait_passively()
+    from symbiosis.terminal.machine import machine
     from symbiosis.testing.compat import METHODS, TRANSPORTS, WRONG, as_data
+    from symbiosis.testing.compat_page import write_page
 
     writable(json, page)
     for given, known, option in ((method, METHODS, "--method"), (transport, TRANSPORTS, "--transport")):
@@ -62,15 +64,11 @@ def compat(
             if name not in known:
                 raise UsageError(f"{option} {name!r}: choose from {', '.join(map(repr, known))}")
     shares, cells = run(_try(models, method, transport or list(TRANSPORTS)))
-    _show(shares, cells, sizes=models is not None)
-    if json is not None:
-        from symbiosis.terminal.machine import machine
-
-        write_json(json, {**as_data(shares, cells), "machine": machine()})
-    if page is not None:
-        from symbiosis.testing.compat_page import write_page
-
-        write_page(page, shares, cells)
+    write_and_show(
+        (json, lambda file: write_json(file, {**as_data(shares, cells), "machine": machine()})),
+        (page, lambda file: write_page(file, shares, cells)),
+        show=lambda: _show(shares, cells, sizes=models is not None),
+    )
     if any(cell.verdict == WRONG for cell in cells):
         raise typer.Exit(1)
 

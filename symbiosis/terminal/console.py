@@ -12,7 +12,8 @@ import re
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,26 @@ def write_json(file: Path, value: Any) -> None:
         raise
     if not direct:
         part.replace(file)
+
+
+def write_and_show(*files: tuple[Path | None, Callable[[Path], object]], show: Callable[[], object]) -> None:
+    """Write the files of a result, and then show it, because a closed standard output ends the command.
+
+    Each is done although an earlier one fails. The first error is raised in the end.
+
+    Args:
+        files: files, or None for those that are not wanted, and the functions that write them.
+        show: prints the result.
+    """
+    errors: list[OSError | SymbiosisError | SystemExit] = []
+    steps: list[Callable[[], object]] = [partial(write, file) for file, write in files if file is not None]
+    for step in (*steps, show):
+        try:
+            step()
+        except (OSError, SymbiosisError, SystemExit) as error:  # rich ends the process if its output is closed
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def finite(value: Any) -> Any:

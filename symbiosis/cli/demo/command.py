@@ -12,7 +12,7 @@ from rich.console import Console
 
 from symbiosis.core.registry import make_policy
 from symbiosis.errors import BrokenError
-from symbiosis.terminal.console import console, writable, write_json
+from symbiosis.terminal.console import console, writable, write_and_show, write_json
 
 if TYPE_CHECKING:
     from symbiosis.cli.demo.jobs import DemoJob, JobResult
@@ -44,11 +44,13 @@ def demo(
     results = _run(out, policy, seed, watch)
     from symbiosis.cli.demo.results import plot, show
 
-    show(out, results)
-    plot(results, output / "demo.png")
+    write_and_show(
+        (json, lambda file: write_json(file, results)),
+        (output / "demo.png", lambda file: plot(results, file)),
+        show=lambda: show(out, results),
+    )
     out.print(f"plot: {output / 'demo.png'}", markup=False, soft_wrap=True)
     if json is not None:
-        write_json(json, results)
         out.print(f"results: {json}", markup=False, soft_wrap=True)
     out.print(f"took {time.monotonic() - started:.0f} s", style="dim")
     if problems := [problem for tenant in results["tenants"] for problem in tenant["problems"]]:

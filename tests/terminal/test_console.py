@@ -1,0 +1,86 @@
+"""Output files of commands: what is written, and in which order."""
+
+from __future__ import annotations
+
+import errno
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from symbiosis.privacy.audit.costs import SchemeCosts
+from symbiosis.privacy.audit.limit import Limit
+from symbiosis.privacy.audit.report import BEGIN, END
+from symbiosis.privacy.audit.result import Audit, Observation
+from symbiosis.privacy.audit.scores import Score
+from symbiosis.privacy.audit.workload import Workload
+from symbiosis.terminal.console import write_and_show
+from tests.helpers import command
+
+MACHINES = '[machines.a]\ngpu = "a100"\n'
+SIMULATE = ("simulate", "--requests", "2", "--policy", "lockstep")
+GRID = ("--grid", "--load", "steady:answer=4", "--policy", "no-lockstep")
+
+
+async def _audit(*_: Any, **__: Any) -> Audit:
+    bare = Observation("none", "", {"as is": {"activations": Score(0.99, 0.98, 1e-6)}})
+    limits = {"as is": {"activations": Limit([Score(0.01 * (number % 3), 0.0) for number in range(12)], 1e-5)}}
+    costs = {"none": SchemeCosts(1.0, math.nan, 1.0, 0.0, 0.0)}
+    return Audit(Workload(), [bare], bare, costs, limits, 1e-5, 12, 0.9, {"none": "none"})
+
+
+async def _compat(*_: Any) -> tuple[list[Any], list[Any]]:
+    return [], []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "files"),
+    [
+        (("bench", "schedule", "--rounds", "1", "--clients", "4", "--policy", "lockstep"), {"json": "o.json"}),
+        (SIMULATE, {"json": "o.json", "plot": "o.png"}),
+        ((*SIMULATE, *GRID), {"json": "o.json", "plot": "o.png"}),
+        (("plan", "llama-3.1-8b", "--machines", "machines.toml", "--tenants", "1 decode"), {"json": "o.json"}),
+        (("audit",), {"json": "o.json", "plot": "o.png", "into": "page.md"}),
+        (("compat",), {"json": "o.json", "page": "o.md"}),
+    ],
+)
+def test_results_are_written_although_they_cannot_be_shown(
+    arguments: tuple[str, ...], files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after ``| head``, or if standard output goes to a full disk."""
+
+    def fails(console: Console, *texts: Any, **options: Any) -> None:
+        if not console.stderr:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("symbiosis.privacy.audit.run.audit", _audit)
+    monkeypatch.setattr("symbiosis.cli.compat._try", _compat)
+    monkeypatch.setattr(Console, "print", fails)
+    monkeypatch.chdir(tmp_path)
+    Path("machines.toml").write_text(MACHINES)
+    Path("page.md").write_text(f"{BEGIN}{END}")
+    done = command(*arguments, *(word for option, file in files.items() for word in (f"--{option}", file)))
+    assert done.exit_code == 1, done.output
+    assert isinstance(done.exception, SystemExit), done.exception
+    for file in files.values():
+        assert Path(file).stat().st_size > 100, file
+
+
+def test_a_file_that_cannot_be_written_costs_no_other_one_and_no_table(tmp_path: Path) -> None:
+    done: list[object] = []
+
+    def failing(error: BaseException) -> Callable[..., None]:
+        def fail(*given: object) -> None:
+            done.extend(given or ["shown"])
+            raise error
+
+        return fail
+
+    one, other = tmp_path / "one", tmp_path / "other"
+    files = (one, failing(OSError("full"))), (None, done.append), (other, done.append)
+    with pytest.raises(OSError, match="full"):
+        write_and_show(*files, show=failing(SystemExit(1)))
+    assert done == [one, other, "shown"]
