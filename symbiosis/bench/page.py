@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from symbiosis.bench.report import Report
+from symbiosis.terminal.console import write_text
 
 _INTRO = """# Benchmarks
 
@@ -27,7 +28,7 @@ def write_page(file: Path) -> None:
         if plot is not None:
             parts.append(f"\n![{report.name} {report.preset}](benchmarks/{plot.name})\n")
         parts.append("\n")
-    file.write_text("".join(parts).rstrip() + "\n")
+    write_text(file, "".join(parts).rstrip() + "\n")
 
 
 _PLOTS = {

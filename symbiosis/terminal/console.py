@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import sys
 import tempfile
 import tomllib
@@ -101,15 +102,19 @@ def writable(*paths: Path | None, folder: bool = False) -> None:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write a result as JSON, and make its folder. NaN and infinities become null. A regular file that exists is
-    replaced once all is written.
-    """
+    """Write a result as JSON, as :func:`write_text` does. NaN and infinities become null."""
+    write_text(file, json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text to a file, and make its folder. A regular file that exists is replaced once all is written."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     direct = file.is_symlink() or (file.exists() and not file.is_file())  # such as /dev/stdout
     part = file if direct else file.with_name(f".{file.name}.part")
     try:
-        part.write_text(text + "\n", encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
+        if not direct and file.exists():
+            shutil.copymode(file, part)
     except OSError:
         if not direct:
             part.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from symbiosis.terminal.console import write_text
 from symbiosis.testing.compat import BROAD, EQUAL, LEAST_SERVED, NOT_PLAIN, REFUSED, VERDICTS, Cell, ServedPart
 from symbiosis.testing.formats import FP32, limits_of, split_name
 
@@ -74,7 +75,7 @@ def write_page(file: Path, shares: list[ServedPart], cells: list[Cell]) -> None:
             lines.append(f"| {method} | {' | '.join(row)} |")
         lines.append("")
     lines += ["## Notes", "", *notes.lines(), ""]
-    file.write_text("\n".join(lines), encoding="utf-8")
+    write_text(file, "\n".join(lines))
 
 
 def _limits(name: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from symbiosis.bench.page import write_page as write_benchmarks
 from symbiosis.privacy.audit.costs import SchemeCosts
 from symbiosis.privacy.audit.limit import Limit
-from symbiosis.privacy.audit.report import BEGIN, END
+from symbiosis.privacy.audit.report import BEGIN, END, write_into
 from symbiosis.privacy.audit.result import Audit, Observation
 from symbiosis.privacy.audit.scores import Score
 from symbiosis.privacy.audit.workload import Workload
 from symbiosis.terminal.console import write_and_show
+from symbiosis.testing.compat_page import write_page
 from tests.helpers import command
 
 MACHINES = '[machines.a]\ngpu = "a100"\n'
@@ -30,6 +34,10 @@ async def _audit(*_: Any, **__: Any) -> Audit:
     limits = {"as is": {"activations": Limit([Score(0.01 * (number % 3), 0.0) for number in range(12)], 1e-5)}}
     costs = {"none": SchemeCosts(1.0, math.nan, 1.0, 0.0, 0.0)}
     return Audit(Workload(), [bare], bare, costs, limits, 1e-5, 12, 0.9, {"none": "none"})
+
+
+def _write_audit(page: Path) -> None:
+    write_into(page, asyncio.run(_audit()))
 
 
 async def _compat(*_: Any) -> tuple[list[Any], list[Any]]:
@@ -67,6 +75,21 @@ def test_results_are_written_although_they_cannot_be_shown(
     assert isinstance(done.exception, SystemExit), done.exception
     for file in files.values():
         assert Path(file).stat().st_size > 100, file
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/full")
+@pytest.mark.parametrize("write", [write_benchmarks, lambda page: write_page(page, [], []), _write_audit])
+def test_a_page_that_cannot_be_written_stays(write: Callable[[Path], object], tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(before := f"of the user {BEGIN}{END}")
+    page.chmod(0o640)
+    (tmp_path / ".page.md.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write(page)
+    assert page.read_text() == before
+    write(page)
+    assert page.read_text() != before
+    assert page.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_file_that_cannot_be_written_costs_no_other_one_and_no_table(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from symbiosis.privacy.audit.limit import Limit
 from symbiosis.privacy.audit.provider import ATTACKS, GOALS
 from symbiosis.privacy.audit.result import Audit, Observation
 from symbiosis.privacy.audit.scores import Score
+from symbiosis.terminal.console import write_text
 
 BEGIN, END = "<!-- audit: begin -->", "<!-- audit: end -->"
 """Lines of a page between which :func:`write_into` puts the tables."""
@@ -133,7 +134,7 @@ def _table(headings: list[str], rows: list[list[str]]) -> list[str]:
 def write_into(page: Path, audit: Audit) -> None:
     """Put the tables into a page, between its two marks. Raises the error of :func:`split_page`."""
     head, tail = split_page(page)
-    page.write_text(f"{head}{BEGIN}\n\n{markdown(audit)}\n{END}{tail}", encoding="utf-8")
+    write_text(page, f"{head}{BEGIN}\n\n{markdown(audit)}\n{END}{tail}")
 
 
 def split_page(page: Path) -> tuple[str, str]:
