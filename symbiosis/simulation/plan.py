@@ -124,7 +124,9 @@ def simulated(
     for number, whole in enumerate(wholes):
         decode, finetune = (len(range(number, all_, len(wholes))) for all_ in (tenants.decode, tenants.finetune))
         machines = [(fleet.machines[site.machine], fleet.link(whole.home, site.machine)) for site in whole.sites()]
-        alike = (decode, finetune, *((machine.device, machine.between, link) for machine, link in machines))
+        names = [whole.home, *(site.machine for site in whole.sites())]
+        same = tuple(map(names.index, names))  # parts on one machine share its link
+        alike = (decode, finetune, same, *((machine.device, machine.between, link) for machine, link in machines))
         if alike not in found:
             work = replace(tenants, decode=decode, finetune=finetune)
             found[alike] = _simulated(fleet, whole, base, work, make_policy, progress)

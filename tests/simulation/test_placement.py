@@ -273,6 +273,24 @@ def test_replicas_behind_different_links_have_different_rates(slow: str) -> None
     assert decoded(slow) == pytest.approx((decoded() + decoded("a", "b")) / 2)
 
 
+def test_replicas_whose_parts_share_a_link_are_not_those_with_a_link_for_each_part() -> None:
+    fleet = read_fleet(
+        {"machines": {name: {"gpu": "a100", "devices": 3} for name in "abcdef"}, "links": [{"gbit_per_s": 0.1}]}
+    )
+    base = SimulatedModel.of(SMALL)
+
+    def decoded(*replicas: str) -> float:
+        """Return the rate of replicas with parts on these machines, each a letter."""
+        parts = [[Site(name, range(n, n + 1)) for name in names] for n, names in enumerate(zip(*replicas, strict=True))]
+        tenants = TenantWork(8 * len(replicas), 0, 10, 64, 8)
+        return simulated(fleet, Placement(parts), base, tenants, Opportunistic).decode_per_s
+
+    shared, apart = decoded("abbb"), decoded("cdef")
+    assert shared < 0.8 * apart
+    for replicas in (("abbb", "cdef"), ("cdef", "abbb")):
+        assert decoded(*replicas) == pytest.approx(shared + apart)
+
+
 def test_many_executors() -> None:
     fleet = read_fleet({"machines": {"a": {"gpu": "a100", "count": 64}}, "links": [{"gbit_per_s": 100}]})
     base = SimulatedModel.of(SMALL)
