@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from symbiosis.cli.data import FORMAT_FILE, LOG_FILE
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console, writable
+from symbiosis.terminal.console import console, descriptor, writable
 
 OPTIONS_FILE = "finetune.json"
 """File in the output folder with the options of the run, for ``--resume``."""
@@ -82,7 +82,7 @@ def check_json(json: Path | None, read: Iterable[Path | None], folder: Path, rep
         raise UsageError(f"--json {json}: this file is read; choose another one for the results")
     if json.resolve() in [(folder / name).resolve() for name in (*_WRITTEN, _LOCK)]:
         raise UsageError(f"--json {json}: the run writes {json.name} itself; choose another file for the results")
-    if json.is_file() and not replace:
+    if json.is_file() and descriptor(json) is None and not replace:
         raise UsageError(f"--json {json}: the file exists; choose another one, remove it, or give --overwrite")
 
 

@@ -89,16 +89,45 @@ def writable(*paths: Path | None, folder: bool = False) -> None:
     """
     for path in filter(None, paths):
         try:
-            try:
-                (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
-            except FileExistsError as error:
-                raise NotADirectoryError(f"{error.filename} is a file") from error
-            with tempfile.TemporaryFile(dir=path if folder else path.parent):
-                pass
-            if not folder and path.is_dir():
-                raise IsADirectoryError("it is a folder")
+            if folder:
+                _check_folder(path)
+            else:
+                _check_file(path)
         except OSError as error:
             raise UsageError(f"cannot write to {path}: {error.strerror or error}") from error
+
+
+def _check_file(file: Path) -> None:
+    number = descriptor(file)
+    if number is not None:
+        os.fstat(number)
+    elif file.is_dir():
+        raise IsADirectoryError("it is a folder")
+    elif not file.exists() or file.is_file():
+        _check_folder(file.parent)
+        _check_folder(_target(file).parent)
+    elif not os.access(file, os.W_OK):  # a pipe or a device
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(f"{error.filename} is a file") from error
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def descriptor(file: Path) -> int | None:
+    """Return the descriptor of this process that a path such as ``/dev/stdout`` or ``/dev/fd/63`` names, if it does."""
+    found = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d{1,9})", str(file))
+    return int(found[1]) if found else {"/dev/stdout": 1, "/dev/stderr": 2}.get(str(file))
+
+
+def _target(file: Path) -> Path:
+    """Return the file that a link names, or the file itself."""
+    return Path(os.path.realpath(file))
 
 
 def write_json(file: Path, value: Any) -> None:
@@ -107,20 +136,27 @@ def write_json(file: Path, value: Any) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text to a file, and make its folder. A regular file that exists is replaced once all is written."""
+    """Write a text to a file, and make its folder.
+
+    A regular file that exists, perhaps behind a link, is replaced once all is written. What is already open, such as
+    ``/dev/stdout``, gets the text after what was written there.
+    """
+    number = descriptor(file)
+    if number is not None or (file.exists() and not file.is_file()):
+        with open(file if number is None else number, "w", encoding="utf-8", closefd=number is None) as stream:
+            stream.write(text)
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
-    direct = file.is_symlink() or (file.exists() and not file.is_file())  # such as /dev/stdout
-    part = file if direct else file.with_name(f".{file.name}.part")
+    target = _target(file)
+    part = target.with_name(f".{target.name}.part")
     try:
         part.write_text(text, encoding="utf-8")
-        if not direct and file.exists():
-            shutil.copymode(file, part)
+        if target.exists():
+            shutil.copymode(target, part)
+        part.replace(target)
     except OSError:
-        if not direct:
-            part.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
-    if not direct:
-        part.replace(file)
 
 
 def write_and_show(*files: tuple[Path | None, Callable[[Path], object]], show: Callable[[], object]) -> None:

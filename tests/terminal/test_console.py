@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +15,15 @@ import pytest
 from rich.console import Console
 
 from symbiosis.bench.page import write_page as write_benchmarks
+from symbiosis.cli.folder import check_json
+from symbiosis.errors import UsageError
 from symbiosis.privacy.audit.costs import SchemeCosts
 from symbiosis.privacy.audit.limit import Limit
 from symbiosis.privacy.audit.report import BEGIN, END, write_into
 from symbiosis.privacy.audit.result import Audit, Observation
 from symbiosis.privacy.audit.scores import Score
 from symbiosis.privacy.audit.workload import Workload
-from symbiosis.terminal.console import write_and_show
+from symbiosis.terminal.console import writable, write_and_show, write_text
 from symbiosis.testing.compat_page import write_page
 from tests.helpers import command
 
@@ -90,6 +93,45 @@ def test_a_page_that_cannot_be_written_stays(write: Callable[[Path], object], tm
     write(page)
     assert page.read_text() != before
     assert page.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/full")
+def test_what_a_link_names_stays_if_it_cannot_be_replaced(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "target"
+    target.write_text("before")
+    link.symlink_to(target)
+    (tmp_path / ".target.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_text(link, "after")
+    assert target.read_text() == "before"
+    write_text(link, "after")
+    assert link.is_symlink()
+    assert target.read_text() == "after"
+
+
+def test_results_go_to_a_pipe_that_is_open() -> None:
+    """A shell makes ``/dev/fd/63`` of ``>(program)``."""
+    read, write = os.pipe()
+    path = Path(f"/dev/fd/{write}")
+    writable(path)
+    write_text(path, "result")
+    os.close(write)
+    with os.fdopen(read) as stream:
+        assert stream.read() == "result"
+    with pytest.raises(UsageError, match=f"cannot write to /dev/fd/{write}: Bad file descriptor"):
+        writable(path)
+
+
+def test_a_file_that_is_open_keeps_what_was_written(tmp_path: Path) -> None:
+    """Such as /dev/stdout that goes to a file."""
+    with (tmp_path / "out.txt").open("w") as stream:
+        print("before", file=stream, flush=True)
+        path = Path(f"/dev/fd/{stream.fileno()}")
+        writable(path)
+        write_text(path, "result\n")
+        check_json(path, [], tmp_path, replace=False)
+        print("after", file=stream, flush=True)
+    assert (tmp_path / "out.txt").read_text() == "before\nresult\nafter\n"
 
 
 def test_a_file_that_cannot_be_written_costs_no_other_one_and_no_table(tmp_path: Path) -> None:
