@@ -45,7 +45,7 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
 
     Raises:
         UsageError: the file is wrong, the folders are in use or have earlier runs, or some runs failed.
-        typer.Exit: a signal has stopped runs.
+        typer.Exit: a signal has stopped runs, or --json could not be written.
     """
     runs, told = _read(context, file), context.params["json"]
     for name, changes in runs.items():
@@ -73,8 +73,13 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
         codes = _run(commands, output, signals, "ab" if resume else "wb")
         written = [name for name in runs if _written(output / name / RESULTS_FILE) != before[name]]
         results = {name: _results(output / name) for name in written}
+        lost = False
         if told is not None:
-            write_json(told, {"address": context.params["address"], "runs": results})
+            try:
+                write_json(told, {"address": context.params["address"], "runs": results})
+            except OSError as full:  # perhaps the disk, which may also be why runs have failed
+                lost = True
+                console(stderr=True).print(f"--json {told}: not written ({full})", markup=False, soft_wrap=True)
         _show(console(stderr=bool(signals)), results)  # Ctrl-C also ends a program that reads standard output
     # A run that had ended when the signal ended its process is complete.
     codes |= {name: 0 for name, result in results.items() if not result["stopped"] and "error" not in result}
@@ -92,6 +97,8 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
     if stopped:
         console(stderr=True).print(f"stopped: {', '.join(stopped)}; the same command with --resume continues")
         raise typer.Exit(128 + signals[0])
+    if lost:
+        raise typer.Exit(1)
 
 
 def _run(commands: dict[str, list[str]], output: Path, signals: list[int], mode: Literal["ab", "wb"]) -> dict[str, int]:

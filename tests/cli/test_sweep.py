@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,24 @@ def test_why_a_run_has_ended(
     done = command("finetune", "shm:///nowhere.sock", *given)
     assert done.exit_code == 1
     assert re.search(rf"1 of 1 runs ended early \(a\); a: {reason}; their logs are in", " ".join(done.stderr.split()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/full")
+@pytest.mark.parametrize(("script", "failed"), [("echo error: no memory; exit 1", True), ("true", False)])
+def test_a_full_disk_does_not_hide_which_runs_have_failed(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, failed: bool
+) -> None:
+    file, told = tmp_path / "sweep.toml", tmp_path / "out.json"
+    file.write_text("[a]\nseed = 1\n", encoding="utf-8")
+    (tmp_path / ".out.json.part").symlink_to("/dev/full")
+    runs_as(script, monkeypatch)
+    given = "--data", str(data), "--output", str(tmp_path / "out"), "--sweep", str(file), "--json", str(told)
+    done = command("finetune", "shm:///nowhere.sock", *given)
+    assert done.exit_code == 1
+    text = " ".join(done.stderr.split())
+    assert f"--json {told}: not written ([Errno 28] No space left on device" in text
+    assert ("1 of 1 runs ended early (a); a: error: no memory" in text) == failed
+    assert "validation" in done.stdout, "the table is shown"
 
 
 @pytest.mark.thorough
