@@ -57,6 +57,8 @@ def owned(folder: Path) -> Iterator[None]:
         (folder / _LOCK).unlink(missing_ok=True)
         lock.release()
         for one in made:
+            if not one.exists():  # deleted while the run had it
+                continue
             if any(one.iterdir()):
                 break
             one.rmdir()

@@ -133,7 +133,9 @@ class Training:
                 out.print(f"{self._output}: {text}", soft_wrap=True, markup=False)
             raise
         except Exception as error:  # a logger may raise anything
-            full = shutil.disk_usage(self._output).free < FULL
+            full = False
+            with contextlib.suppress(OSError):  # the folder is perhaps gone
+                full = shutil.disk_usage(self._output).free < FULL
             reason = _told(error)
             reason = f"the disk is full; {reason}" if full else reason
             if not self._watch.losses:

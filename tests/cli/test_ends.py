@@ -146,6 +146,26 @@ def test_a_full_disk_ends_a_run_that_can_go_on(
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_folder_that_is_deleted_ends_a_run(
+    saved: bool, service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder in which it was made, and which is now empty, is deleted as after other runs."""
+    output = tmp_path / "new" / "a"
+
+    def delete(*_: Any) -> None:
+        shutil.rmtree(output)
+
+    monkeypatch.setattr(training._Trainer, "_save_checkpoint" if saved else "training_step", delete)
+    done = command(*options(service, data, output, "--steps", 3, "--every", 1))
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit), done.exception
+    told = " ".join(done.output.split())
+    assert ("training ended after step 2 (FileNotFoundError:" if saved else "the first step failed (") in told
+    assert not saved or told.endswith("nothing was saved")
+    assert not (tmp_path / "new").exists()
+
+
 def test_checkpoints_without_an_encoder_are_refused(service: Service, data: Path, tmp_path: Path) -> None:
     peft = tmp_path / "peft.json"
     peft.write_text(json.dumps({"peft_type": "P_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 4}))
