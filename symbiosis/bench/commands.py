@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 
 from symbiosis.core.registry import POLICIES, names
 from symbiosis.errors import SymbiosisError, UsageError
+from symbiosis.terminal import child
 from symbiosis.terminal.console import console, is_given, writable, write_and_show
 from symbiosis.terminal.loop import run, wait_passively
 
@@ -341,8 +341,8 @@ def run_all(
         work[f"{name.value}-serve-shm"] = ["serve", *size, "--rounds", "2", "--transport", "shm"]
     for result, options in work.items():
         # Each in a process of its own, so that memory and OpenMP settings of one do not affect the next.
-        command = [sys.executable, "-m", "symbiosis", "bench", *options]
-        if status := subprocess.run([*command, "--json", str(folder / f"{result}.json")]).returncode:
+        command = child.command(["bench", *options, "--json", str(folder / f"{result}.json")])
+        if status := subprocess.run(command).returncode:
             raise SymbiosisError(f"bench {' '.join(options)} ended with status {status}")
         write_page(output)  # after each, so that an interrupted run keeps its results
     console().print(f"wrote {output}")

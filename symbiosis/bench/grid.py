@@ -26,6 +26,7 @@ from symbiosis.simulation.loads import SHAPES, LoadShape, arrivals, drawn, make_
 from symbiosis.simulation.outcome import SLO, LoadOutcome
 from symbiosis.simulation.replay import ReplayedLoad, replay
 from symbiosis.simulation.trace import Arrival
+from symbiosis.terminal.child import end_with_parent
 
 MACHINES = {"a100": "llama-3.1-8b", "h100": "qwen2.5-14b"}
 PARTS = (0.3, 0.6, 0.9)
@@ -151,8 +152,7 @@ def run(
     """
     outcomes: dict[tuple[int, str], LoadOutcome] = {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    ignore = signal.SIGINT, signal.SIG_IGN  # Ctrl-C goes to this process alone
-    with ProcessPoolExecutor(cores, initializer=signal.signal, initargs=ignore) as pool:
+    with ProcessPoolExecutor(cores, initializer=_begin) as pool:
         work = {
             pool.submit(simulated, cell, policy, slo, requests, rows): (number, policy)
             for number, cell in enumerate(grid)
@@ -176,6 +176,11 @@ def run(
         for number, cell in enumerate(grid)
         if all((number, policy) in outcomes for policy in policies)
     ]
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the first process alone
+    end_with_parent()
 
 
 def simulated(cell: GridLoad, policy: str, slo: SLO, requests: int, rows: int) -> LoadOutcome:

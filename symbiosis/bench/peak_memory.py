@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import torch
 
 from symbiosis.errors import UsageError
+from symbiosis.terminal.child import end_with_parent
 
 T = TypeVar("T")
 
 
 def in_process(fn: Callable[..., T], *args: Any) -> T:
     """Run a function in a new process and return its result."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent) as pool:
         return pool.submit(fn, *args).result()
 
 

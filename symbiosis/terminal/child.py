@@ -1,12 +1,14 @@
-"""Commands of symbiosis as child processes that end with their parent, however the parent ends."""
+"""Child processes that end with their parent, however the parent ends: commands of symbiosis, and workers of pools."""
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -64,6 +66,19 @@ def stop(child: subprocess.Popen[str], within_s: float) -> None:
     while child.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
     child.kill()
+
+
+def end_with_parent() -> None:
+    """Let this process, which multiprocessing has started, end when its parent ends. It would wait for work forever,
+    because it can write to its own queue."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def main() -> None:
