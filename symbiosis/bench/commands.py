@@ -325,6 +325,7 @@ def run_all(
     """
     from symbiosis.bench.page import write_page
 
+    writable(output)
     folder = output.parent / "benchmarks"
     work = {"wire": ["wire"], "schedule": ["schedule"], "loop": ["loop"], "placement": ["placement"]}
     for name in preset or list(PresetName):

@@ -227,6 +227,7 @@ def _check_options(context: typer.Context) -> None:
         "executors": "the file has its executors" if given["placement"] else "",
         "preset": "it is for --machine here" if not here else "",
         "base_layers": "it is for --machine here" if not here else "",
+        "speed": "--no-paced leaves the times of the trace out" if not given["paced"] else "",
         "rows": "no client fine-tunes; give --finetune too" if not given["finetune"] and not given["grid"] else "",
     }
     for name, why in means_nothing.items():

@@ -102,6 +102,7 @@ def test_figures_are_rounded_to_three_digits() -> None:
         (["--preset", "100m"], "--preset has no effect here: it is for --machine here"),
         (["--base-layers", "mlp"], "--base-layers has no effect here: it is for --machine here"),
         (["--rows", "64"], "--rows has no effect here: no client fine-tunes"),
+        (["--speed", "2", "--no-paced", "--requests", "1"], "--speed has no effect here: --no-paced leaves the times"),
         (["--policy", "lockstep", "--policy", "lockstep"], "--policy lockstep is given 2 times"),
         (["--plot", "drawing.bogus"], "ends in .png, .svg, .pdf"),
         (["--json", "/dev/null/o.json"], "cannot write to /dev/null/o.json"),

@@ -53,8 +53,10 @@ def test_benchmarks_on_a_missing_device(device: str) -> None:
     assert "which this machine does not have" in found
 
 
-def test_benchmarks_whose_result_cannot_be_written(tmp_path: Path) -> None:
+def test_benchmarks_whose_result_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
     assert "it is a folder" in _error("bench", "schedule", "--rounds", "1", "--clients", "4", "--json", str(tmp_path))
+    assert "it is a folder" in _error("bench", "all", "--output", str(tmp_path))
 
 
 def test_all_benchmarks_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
