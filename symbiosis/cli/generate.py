@@ -5,10 +5,10 @@ from __future__ import annotations
 import json as json_module
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -19,7 +19,7 @@ from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, Pr
 from symbiosis.cli.positions import positions_of
 from symbiosis.core.registry import make_transport
 from symbiosis.errors import SymbiosisError, UsageError
-from symbiosis.terminal.console import console, visible, writable
+from symbiosis.terminal.console import console, naming, visible, writable
 from symbiosis.terminal.loop import wait_passively
 from symbiosis.terminal.progress import Steps
 
@@ -290,18 +290,30 @@ def _to_file(
     """Write the texts of prompts, which begin with these tokens, to a file, a line for each."""
     total, out = len(asked) * number, console(stderr=True)
     with (
-        nullcontext(sys.stdout) if output == STANDARD else output.open("w", encoding="utf-8") as file,
+        nullcontext(sys.stdout) if output == STANDARD else _opened(output) as file,
         Steps(out) as steps,
     ):
         for index in range(total):
             try:
                 made = writer.write(begun[index // number], shown=False)
+                line = json_module.dumps({**asked[index // number], "completion": made}, ensure_ascii=False)
+                file.write(line + "\n")
+                file.flush()
             except BaseException:
                 out.print(f"{index} of {total} texts were written")
                 raise
-            file.write(json_module.dumps({**asked[index // number], "completion": made}, ensure_ascii=False) + "\n")
-            file.flush()
             steps("texts", index + 1, total)
+
+
+@contextmanager
+def _opened(output: Path) -> Iterator[TextIO]:
+    """Open a file for writing, and close it. An error of its last write comes again from closing it, with its name."""
+    file = output.open("w", encoding="utf-8")
+    try:
+        yield file
+    finally:
+        with naming(output):
+            file.close()
 
 
 def _chat(writer: _Writer, messages: list[dict[str, str]]) -> None:

@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,21 +141,32 @@ def write_text(file: Path, text: str) -> None:
     A regular file that exists, perhaps behind a link, is replaced once all is written. What is already open, such as
     ``/dev/stdout``, gets the text after what was written there.
     """
-    number = descriptor(file)
-    if number is not None or (file.exists() and not file.is_file()):
-        with open(file if number is None else number, "w", encoding="utf-8", closefd=number is None) as stream:
-            stream.write(text)
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    target = _target(file)
-    part = target.with_name(f".{target.name}.part")
+    with naming(file):
+        number = descriptor(file)
+        if number is not None or (file.exists() and not file.is_file()):
+            with open(file if number is None else number, "w", encoding="utf-8", closefd=number is None) as stream:
+                stream.write(text)
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        target = _target(file)
+        part = target.with_name(f".{target.name}.part")
+        try:
+            part.write_text(text, encoding="utf-8")
+            if target.exists():
+                shutil.copymode(target, part)
+            part.replace(target)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Let errors have the name of a file, which Python gives to those of opening it, and not to those of writing."""
     try:
-        part.write_text(text, encoding="utf-8")
-        if target.exists():
-            shutil.copymode(target, part)
-        part.replace(target)
-    except OSError:
-        part.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
         raise
 
 

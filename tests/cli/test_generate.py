@@ -150,6 +150,17 @@ def test_prompts_from_standard_input(service: Service) -> None:
     assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["thing", "other"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/full")
+def test_a_full_disk_tells_how_many_texts_are_in_the_file(service: Service, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\ntwo\n", encoding="utf-8")
+    done = command("generate", service.address, "--prompts", str(prompts), "--output", "/dev/full")
+    assert done.exit_code == 1
+    text = " ".join(done.stderr.split())
+    assert "0 of 2 texts were written" in text
+    assert "error: /dev/full could not be written: No space left on device" in text
+
+
 def test_an_interrupted_file_tells_what_is_in_it(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

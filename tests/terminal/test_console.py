@@ -101,8 +101,9 @@ def test_what_a_link_names_stays_if_it_cannot_be_replaced(tmp_path: Path) -> Non
     target.write_text("before")
     link.symlink_to(target)
     (tmp_path / ".target.part").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left") as error:
         write_text(link, "after")
+    assert error.value.filename == str(link)
     assert target.read_text() == "before"
     write_text(link, "after")
     assert link.is_symlink()
