@@ -95,7 +95,8 @@ class RefusedError(PeerError):
 
 
 class BusyError(RefusedError):
-    """The name is in use, or the limit of clients is reached. A later attempt may succeed."""
+    """The name is in use, the limit of clients is reached, or a call found no memory for 60 s. A later attempt may
+    succeed."""
 
 
 class BrokenError(SymbiosisError):

@@ -1,8 +1,8 @@
 """torch's per-thread modes, taken off a thread and put back.
 
 Clients share the event loop's thread, so the modes of one client must not reach another client, or the executor. A mode
-is a grad, inference, autocast or forward-AD mode, a function or dispatch mode, or a saved-tensor hook. The default
-device of ``torch.set_default_device`` is none: it is the process's. A function checks that a device exists.
+is a grad, inference, autocast or forward-AD mode, a function or dispatch mode, or a saved-tensor hook. The device of
+``torch.set_default_device`` belongs to the process, and is not taken off. The module also checks that a device exists.
 """
 
 from __future__ import annotations

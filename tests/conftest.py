@@ -102,3 +102,10 @@ def nothing_left_behind(request: pytest.FixtureRequest, lanes_left: dict[threadi
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.fixture
+def stops_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that is in a walk and sends no request holds up batches for a minute, however busy the machine is."""
+    for module in ("clients", "scheduler"):
+        monkeypatch.setattr(f"symbiosis.core.{module}.STOPPED_S", 60.0)

@@ -84,7 +84,7 @@ class Engine:
         compute: Compute | None = None,
     ) -> None:
         self.scheduler = Scheduler(policy, layers=len(layers), max_rows=max_rows, fraction=fraction)
-        self.counters = Counters()
+        self.counters = Counters(frozenset(number for number, layer in enumerate(layers) if layer.spec.bias))
         self.timeline: Timeline | None = None
         self.layers = layers
         self.runner = Runner(layers, max_rows, compute)
@@ -128,7 +128,7 @@ class Engine:
         """Count from zero."""
         with self._lock:
             slo, service = self.scheduler.accounts()
-            self.counters = Counters(slo_before=dict(slo), service_before=dict(service))
+            self.counters = Counters(self.counters.biased, slo_before=dict(slo), service_before=dict(service))
 
     def statistics(self) -> Statistics:
         """Return what has run so far."""

@@ -137,7 +137,7 @@ OTHER = "other"
 """Stands for the reasons, or the tenants, that are too many to be counted apart."""
 APART_S = 10.0
 """Two requests for the same layers that are further apart, in seconds, do not count as work at the same time."""
-_FORWARD = Pass.FORWARD
+_FORWARD, _FORWARD_WITHOUT_BIAS = Pass.FORWARD, Pass.FORWARD_WITHOUT_BIAS
 _PASSES = [pass_.name.lower().replace("_", " ") + (" fp32" if fp32 else "") for pass_ in Pass for fp32 in (False, True)]
 """Names of a key's pass and precision: ``forward``, ``forward without bias``, ``backward fp32``."""
 
@@ -243,6 +243,8 @@ class _Durations:
 class Counters:
     """The running counts behind :class:`Statistics`. A request counts once, in the batch with its last row."""
 
+    biased: frozenset[int] = frozenset()
+    """The layers with a bias. A row whose bias the tenant adds itself is a row of a forward pass, too."""
     requests: int = 0
     batches: int = 0
     members: int = 0
@@ -284,7 +286,9 @@ class Counters:
             reason = self._new_reason(reason)
         self.reasons[reason] += 1
         layer = self._layer(batch.key, size, batch.rows)
-        layers = len(batch.key.layers) if batch.key.pass_ is _FORWARD else 0
+        key = batch.key
+        own_bias = key.pass_ is _FORWARD_WITHOUT_BIAS and key.layers[0] in self.biased
+        layers = len(key.layers) if key.pass_ is _FORWARD or own_bias else 0
         pass_ = _number_of(batch.key)
         waited = 0.0
         if size > 1:

@@ -66,6 +66,8 @@ class Timeline:
             self._event(_BATCHES, name, "batch", started, ended, facts)
             for request, start, stop in batch.slices:
                 rows = min(stop - start, max(request.rows // len(request.clients), 1))
+                if start == 0 and request.joint:
+                    self._thought(request.client, request.arrived)
                 for client in request.clients:
                     line = self._line(client)
                     if start == 0:
@@ -79,7 +81,7 @@ class Timeline:
                     mine = {"rows": rows, "kind": request.kind.name.lower()}
                     self._event(line, name, "running", started, ended, mine)
             for request in answered:
-                for client in request.clients:
+                for client in {request.client, *request.clients}:
                     self._thinks_since[client] = ended
 
     def walk_began(self, client: str, now: float) -> None:

@@ -6,7 +6,7 @@
 * :func:`tiny_model` builds small random models of four architectures.
 * :mod:`symbiosis.testing.transport` checks a transport; :mod:`symbiosis.testing.faults` injects faults.
 
-The package may import every package but ``bench`` and ``cli``.
+The package may import every package but ``bench``, ``cli`` and ``cluster``.
 """
 
 from __future__ import annotations

@@ -60,6 +60,8 @@ class FaultyProxy:
         self.faults = faults
         self.cuts = 0
         """Connections ended by a fault so far."""
+        self.corrupted = 0
+        """Bits flipped so far."""
         self._target = _endpoint(target)
         self._own = _endpoint(address)
         if self._own[0] != self._target[0]:
@@ -144,6 +146,7 @@ class FaultyProxy:
     def _spoil(self, data: bytes, stream: ByteStream | None, source: socket.socket) -> bytes:
         """Return ``data`` with one bit flipped, or with answers out of order."""
         if self._rng.random() < self.faults.corrupt:
+            self.corrupted += 1
             changed = bytearray(data)
             changed[self._rng.randrange(len(changed))] ^= 1 << self._rng.randrange(8)
             data = bytes(changed)

@@ -262,6 +262,9 @@ def _cropped_and_restored(cache: Any) -> Any:
     before = copy.deepcopy(cache)
     cache.crop(-3)
     assert cache.get_seq_length() == before.get_seq_length() - 3
+    for layer, whole in zip(cache.layers, before.layers, strict=True):
+        assert torch.equal(layer.keys, whole.keys[:, :, :-3])
+        assert torch.equal(layer.values, whole.values[:, :, :-3])
     return before
 
 

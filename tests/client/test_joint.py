@@ -122,10 +122,9 @@ def tenants_of(architecture: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "qwen3", "mixtral", "lfm2"])
-@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", ["exact", "fast"])
-async def test_each_tenant_gets_what_plain_peft_gives(architecture: str, sample: bool, mode: str) -> None:
-    await check_each_tenant(architecture, sample, mode)
+async def test_each_tenant_gets_what_plain_peft_gives(architecture: str, mode: str) -> None:
+    await check_each_tenant(architecture, True, mode)
 
 
 async def check_each_tenant(
@@ -717,18 +716,21 @@ async def test_fair_does_not_stop_a_joint_walk_of_tenants_that_were_served_unequ
 
 
 async def test_a_tenant_above_its_rate_does_not_hold_up_the_others() -> None:
-    policy = RateLimit(tokens_per_s=1e6, tenants={"slow": 10.0}, burst_s=1.0)
+    policy = RateLimit(tokens_per_s=1e6, tenants={"slow": 1.0}, burst_s=1.0)
     async with some_clients(2, policy=policy) as (executor, clients), executor.client(lora(), name="slow") as slow:
-        started = time.monotonic()
-        others = [asyncio.ensure_future(_forever(client)) for client in clients]
-        await generate(slow, tokens=24)
-        assert time.monotonic() - started > 1.0
-        for other in others:
-            other.cancel()
-        await asyncio.wait(others)
-        counts = executor.statistics().clients
-        assert counts["slow"].alone["the policy holds it back"] >= 5
-        assert all(counts[client.name].joint > 2 * 24 for client in clients)  # in step with it, they would have 24
+
+        def counts(client: Client) -> tuple[int, Counter[str]]:
+            found = executor.statistics().clients.get(client.name)
+            return (0, Counter()) if found is None else (found.joint, Counter(found.alone))
+
+        tasks = [asyncio.ensure_future(_forever(client)) for client in (*clients, slow)]
+        await until(lambda: counts(slow)[1]["the policy holds it back"] > 0, 60)
+        joint = [counts(client)[0] for client in clients]
+        await until(lambda: all(counts(client)[0] > now + 48 for client, now in zip(clients, joint, strict=True)), 60)
+        assert sum(counts(slow)[1].values()) + counts(slow)[0] < 48  # the others are not in step with it
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def test_a_joint_request_has_the_most_urgent_terms_of_its_tenants() -> None:

@@ -83,6 +83,8 @@ def test_many_threads(channel: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
+        assert not thread.is_alive()
+    assert channel.said
     assert channel.said == ["begin", "end"] * (len(channel.said) // 2)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from symbiosis import Executor
 from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
 from symbiosis.core.terms import Kind
 from symbiosis.executor import statistics as statistics_module
 from symbiosis.executor.statistics import Counters, LayerStatistics
+from symbiosis.testing import tiny_model
+from tests.helpers import IDS, lora
 
 
 def test_requests_for_one_bank_with_different_choices_are_added_up() -> None:
@@ -29,3 +32,12 @@ def test_a_busy_client_keeps_its_counts_beside_many_short_ones(monkeypatch: pyte
             counters.count(Batch(request.key, [Slice(request, 0, 1)], "full", 1), [request], 0.25, 0.5)
     found = counters.snapshot(["layer"], {}).clients
     assert {name: client.requests for name, client in found.items()} == {"c8": 1, "alice/job": 10, "c9": 1}
+
+
+@pytest.mark.parametrize("bias", ["none", "all"])
+async def test_rows_count_as_tokens_whosever_the_biases_are(bias: str) -> None:
+    async with Executor(tiny_model("gpt2")) as executor, executor.client(lora("gpt2", bias=bias), name="a") as client:
+        executor.reset_statistics()
+        await client.forward(input_ids=IDS)
+        tokens = executor.statistics().clients["a"].tokens
+    assert sum(tokens.values()) == pytest.approx(IDS.numel())

@@ -12,7 +12,7 @@ import pytest
 
 import symbiosis
 from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
-from symbiosis.core.terms import Kind
+from symbiosis.core.terms import JOINT, Kind
 from symbiosis.errors import UsageError
 from symbiosis.executor import timeline as timelines
 from symbiosis.executor.timeline import Timeline
@@ -52,6 +52,27 @@ async def test_batches_and_clients(base: Any, tmp_path: Path) -> None:
         assert all(event["dur"] >= 0 for event in mine)
         for before, after in pairwise(mine):  # batches do not overlap
             assert after["ts"] >= before["ts"] + before["dur"] - 1.0
+
+
+async def test_a_joint_walk_does_not_think_while_its_requests_run(base: Any, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    async with symbiosis.Executor(base) as executor, executor.client(name="a") as a, executor.client(name="b") as b:
+
+        async def write() -> None:
+            await asyncio.gather(*(client.generate(input_ids=IDS[:1], max_new_tokens=16) for client in (a, b)))
+
+        await write()
+        executor.reset_statistics()
+        with executor.trace(file):
+            await write()
+        assert executor.statistics().clients["a"].joint > 0
+    traced = lines([event for event in json.loads(file.read_text()) if event])
+    thinking = [event for event in traced[JOINT] if event["cat"] == "thinking"]
+    running = [event for event in traced["a"] if event["cat"] == "running"]
+    assert thinking
+    for one in thinking:
+        for other in running:
+            assert one["ts"] + one["dur"] <= other["ts"] + 1.0 or other["ts"] + other["dur"] <= one["ts"] + 1.0
 
 
 async def test_lone_requests_are_traced(base: Any, tmp_path: Path) -> None:

@@ -603,20 +603,19 @@ async def test_subclass_inputs_train(base: Any, base_layers: str) -> None:
         assert all(p.grad is not None for p in client.model.parameters() if p.requires_grad)
 
 
-async def test_a_client_that_stopped_in_a_walk_is_not_waited_for(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_stopped_in_a_walk_is_not_waited_for(base: Any) -> None:
     """A client may be in a debugger, or send BEGIN and no request: others wait for it once, for a limited time."""
-    monkeypatch.setattr("symbiosis.core.clients.STOPPED_S", 0.2)
     async with symbiosis.Executor(base, policy="lockstep") as executor:
         async with executor.client(name="stopped") as stopped, executor.client(name="works") as works:
             channel = stopped._channel
             assert channel is not None
             channel.begin_walk()
             began = time.monotonic()
-            await asyncio.wait_for(works.forward(input_ids=IDS), 5)  # lockstep: each layer would wait for the other
-            assert time.monotonic() - began > 0.15
+            await asyncio.wait_for(works.forward(input_ids=IDS), 12)  # lockstep: each layer would wait for the other
+            assert time.monotonic() - began > 0.9
             again = asyncio.create_task(works.forward(input_ids=IDS))
-            await asyncio.wait_for(stopped.forward(input_ids=IDS), 5)  # the client continues and counts again
-            await asyncio.wait_for(again, 5)
+            await asyncio.wait_for(stopped.forward(input_ids=IDS), 12)  # the client continues and counts again
+            await asyncio.wait_for(again, 12)
 
 
 class Event:

@@ -309,6 +309,7 @@ async def test_executor_shut_down_during_operations(base: Any, what: str) -> Non
         await client.close()
 
 
+@pytest.mark.usefixtures("stops_late")
 async def test_executor_shut_down_while_backward_waits(base: Any) -> None:
     """The backward thread is certainly blocked: its batch waits for a client that never makes a request."""
     async with symbiosis.Executor(base, policy="lockstep") as executor:
@@ -326,6 +327,7 @@ async def test_executor_shut_down_while_backward_waits(base: Any) -> None:
     await sleeper.close()
 
 
+@pytest.mark.usefixtures("stops_late")
 @pytest.mark.parametrize("by", ["executor", "client"])
 async def test_a_call_on_a_plain_thread_ends_with_an_error(base: Any, by: str) -> None:
     """asyncio.to_thread(model) raises a clear error when the executor or the client is closed."""
@@ -362,6 +364,7 @@ async def test_client_closed_during_operations(base: Any, expected: torch.Tensor
         await assert_serves(executor, expected)
 
 
+@pytest.mark.usefixtures("stops_late")
 async def test_cancelled_during_close(base: Any, expected: torch.Tensor) -> None:
     """After close() and cancel() at the same time, the cancellation is raised and the thread ends."""
     async with symbiosis.Executor(base, policy="lockstep") as executor:
@@ -435,6 +438,7 @@ async def test_cancelled_between_operations(base: Any, expected: torch.Tensor) -
         await assert_serves(executor, expected)
 
 
+@pytest.mark.usefixtures("stops_late")
 async def test_cancelled_train_step_changes_nothing(base: Any) -> None:
     """A step that is cancelled during backward leaves the adapter unchanged."""
     async with symbiosis.Executor(base, policy="lockstep") as executor, executor.client(lora()) as client:

@@ -47,7 +47,7 @@ async def test_rows_and_results_are_freed(base: Any, how: str, max_rows: int) ->
         assert all(reference() is not None for reference in references)
         del rows, call, results
         # A thread that has handed over its result may refer to it a moment longer.
-        await until(lambda: all(gone() is None for gone in [*references, *storages]), 5)
+        await until(lambda: all(gone() is None for gone in [*references, *storages]))
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "closed"])

@@ -42,7 +42,7 @@ EFFECTS = {"noise-pool": 5}
 SCALE = 16.0
 LOGITS, GRADIENTS, TRAINED = 1e-4, 2e-4, 2e-2
 """Tolerances at this scale. AdamW divides by the size of a gradient, so small trained elements differ more."""
-JOB = Job()
+JOB = Job(steps=8)
 
 
 @pytest.fixture(autouse=True)
@@ -187,18 +187,19 @@ async def test_biases_that_the_tenant_trains() -> None:
 
 @ALL
 async def test_beside_other_clients_and_under_other_policies(name: str) -> None:
+    """A scheme does not see the policy, so each has one."""
     model = tiny_model("llama")
     expected = run_job_plain(model, lora(), SHORT)
     others = [(lora(), "train"), (None, "generate")]
-    for policy in ("opportunistic", "lockstep", "fair+co-serving:slo_ms=20"):
-        async with executors(model, name, policy=policy) as (one, *_), crowd(one, others):
+    policies = ["opportunistic", "lockstep", "fair+co-serving:slo_ms=20", "no-lockstep"]
+    async with executors(model, name, policy=policies[SCHEMES.index(name)]) as (one, *_), crowd(one, others):
 
-            async def tenant(one: symbiosis.Executor = one) -> Outcome:
-                async with one.client(lora(), seed=0, privacy=scheme(name, model)) as client:
-                    return await run_job(client, SHORT)
+        async def tenant() -> Outcome:
+            async with one.client(lora(), seed=0, privacy=scheme(name, model)) as client:
+                return await run_job(client, SHORT)
 
-            for outcome in await asyncio.gather(tenant(), tenant()):
-                assert_agrees(outcome, expected, 2.0)
+        for outcome in await asyncio.gather(tenant(), tenant()):
+            assert_agrees(outcome, expected, 2.0)
 
 
 @ALL
@@ -327,7 +328,7 @@ async def test_no_bare_row_arrives(architecture: str, dtype: torch.dtype, name: 
             taps = [stack.enter_context(Wiretap(executor)) for executor in (one, *others)]
             async with one.client(lora(architecture), seed=0, privacy=scheme(name, model, scale)) as client:
                 recorder = client.wrap_channel(Recorder)
-                await run_job(client, JOB)
+                await run_job(client, Job())
     for tap in taps:
         came: dict[Place, list[torch.Tensor]] = {}
         meant: dict[Place, list[torch.Tensor]] = {}

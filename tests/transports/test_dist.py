@@ -34,7 +34,7 @@ from symbiosis.transports.limits import Limits
 from symbiosis.transports.tcp_client import AsyncTcpConnection
 from symbiosis.transports.wire import Hello, Type
 from tests.conftest import LANE
-from tests.helpers import BATCH, HANGS, IDS, adamw, in_thread, lora, until
+from tests.helpers import BATCH, IDS, adamw, in_thread, lora, until
 from tests.service import Service, free_port, save_model
 from tests.transports.raw import a_call, hello, raw, receive, rows, violate
 
@@ -92,19 +92,6 @@ async def test_nccl_without_a_gpu(base: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- deaths
-
-
-async def test_a_killed_client_is_found(base: Any) -> None:
-    async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL, insecure=True)
-        tenant = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", HANGS, listener.address, stdout=subprocess.PIPE
-        )
-        assert tenant.stdout is not None
-        await asyncio.wait_for(tenant.stdout.readline(), 60)
-        tenant.kill()
-        await until(lambda: not executor.status()["clients"] and not listener.lines, 3.0)  # type: ignore[attr-defined]
-        await tenant.wait()
 
 
 ENDS = """

@@ -102,7 +102,7 @@ async def test_answers_out_of_order(base: Any, tmp_path: Path) -> None:
 
 async def test_corruption_affects_no_other_client(base: Any, addresses: tuple[str, str]) -> None:
     """Flipped bits may cost a client its connection or its call; the executor and other clients are not affected."""
-    expected = base(input_ids=IDS).logits
+    expected, corrupted = base(input_ids=IDS).logits, 0
     async with symbiosis.Executor(base) as executor:
         await executor.listen(addresses[0])
         async with symbiosis.connect(addresses[0]) as remote, remote.client() as honest:
@@ -116,8 +116,10 @@ async def test_corruption_affects_no_other_client(base: Any, addresses: tuple[st
 
                     with contextlib.suppress(SymbiosisError, TimeoutError):
                         await asyncio.wait_for(victim(), 2)
+                corrupted += proxy.corrupted
                 torch.testing.assert_close((await honest.forward(input_ids=IDS)).logits, expected)
                 addresses = addresses[0], other(addresses[1])
+    assert corrupted > 0
 
 
 def other(address: str) -> str:

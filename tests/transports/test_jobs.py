@@ -18,7 +18,7 @@ from peft import get_peft_model
 import symbiosis
 from symbiosis.core.transport import Listener
 from symbiosis.errors import RefusedError
-from symbiosis.testing import ARCHITECTURES, Comparison, run_job, run_job_plain, tiny_model
+from symbiosis.testing import ARCHITECTURES, Comparison, Job, run_job, run_job_plain, tiny_model
 from symbiosis.transports import lanes
 from tests.helpers import (
     BATCH,
@@ -66,6 +66,7 @@ def site(request: pytest.FixtureRequest, site_of: Callable[[str], Site]) -> Site
     return site_of(request.param)
 
 
+JOB = Job(steps=8)
 # The architecture is the transport's concern only in the shapes of rows, so one transport has them all.
 PLACES = [
     *(("shm", architecture) for architecture in ARCHITECTURES),
@@ -80,14 +81,14 @@ async def test_coroutines_alone_bit_equal(
 ) -> None:
     model, site = tiny_model(architecture), site_of(kind)
     config = METHODS[method](architecture) if method else None
-    expected = run_job_plain(model, copy.deepcopy(config))
+    expected = run_job_plain(model, copy.deepcopy(config), JOB)
     async with symbiosis.Executor(model) as executor:
         listener = await site.listen(executor)
         async with (
             symbiosis.connect(listener.address, **site.connecting) as base,
             base.client(config, seed=0) as client,
         ):
-            outcome = await run_job(client)
+            outcome = await run_job(client, JOB)
     comparison = Comparison.of(outcome, expected)
     assert comparison.bit_equal, comparison
 
@@ -98,13 +99,13 @@ async def test_synchronous_code_alone_bit_equal(
     kind: str, architecture: str, base_layers: str, site_of: Callable[[str], Site]
 ) -> None:
     model, site = tiny_model(architecture), site_of(kind)
-    expected = run_job_plain(model, lora(architecture))
+    expected = run_job_plain(model, lora(architecture), JOB)
     async with symbiosis.Executor(model, base_layers=base_layers) as executor:
         listener = await site.listen(executor)
 
         def tenant() -> Any:
             with symbiosis.open_model(listener.address, **site.connecting) as opened:
-                return run_job_plain(opened, lora(architecture))
+                return run_job_plain(opened, lora(architecture), JOB)
 
         comparison = Comparison.of(await in_thread(tenant), expected)
         assert comparison.bit_equal, comparison

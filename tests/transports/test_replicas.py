@@ -103,7 +103,7 @@ def test_a_replica_that_is_killed_within_a_step_costs_nothing(services: tuple[Se
     one, other, addresses = services
 
     def train(at: int, then: Any = None) -> list[float]:
-        with symbiosis.open_model(addresses, retry=5) as model:
+        with symbiosis.open_model(addresses, retry=60) as model:
             torch.manual_seed(0)
             return losses(get_peft_model(model, lora()), 8, at, then)
 
@@ -116,7 +116,7 @@ def test_a_replica_that_is_killed_within_a_step_costs_nothing(services: tuple[Se
     began = time.monotonic()
     with pytest.raises(ConnectionLostError, match=r"no executor answers on shm://.*no executor answers on tcp://"):
         train(-1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_without_a_replica_a_client_ends_after_its_patience(services: tuple[Service, Service, str]) -> None:

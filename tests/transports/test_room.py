@@ -202,9 +202,9 @@ async def test_small_answers_that_are_not_read_are_few(base: Any, scheme: str, w
         served.send = counted
         number = itertools.count()
         message, payload = wire.PING, b""
-        last, end = 0, time.monotonic() + 3
+        last, end = 0, time.monotonic() + 20
         quiet_until = end
-        while time.monotonic() < min(end, quiet_until):  # for 3 s, or until no answer has come for half a second
+        while time.monotonic() < min(end, quiet_until):  # until no answer has come for half a second
             if what == "calls":
                 key = Key((0,), Pass.FORWARD)
                 message = wire.pack_call(CallMessage(next(number) % 1000, key, Kind.DECODE, 1, 0, 4096))
@@ -216,6 +216,7 @@ async def test_small_answers_that_are_not_read_are_few(base: Any, scheme: str, w
             if len(sent) > last:
                 last, quiet_until = len(sent), time.monotonic() + 0.5
             await asyncio.sleep(0)
+        assert sent[-1] > 0, "the kernel takes no more"
         waited = len(sent) - max(index for index, size in enumerate(sent) if not size)
         assert len(sent) > 100
         assert waited < 200
@@ -224,6 +225,7 @@ async def test_small_answers_that_are_not_read_are_few(base: Any, scheme: str, w
         line.socket.close()
 
 
+@pytest.mark.usefixtures("stops_late")
 @pytest.mark.parametrize("how", ["cancelled", "cut off"])
 async def test_the_memory_of_a_call_is_freed_when_it_counts_no_more(
     how: str, base: Any, monkeypatch: pytest.MonkeyPatch
@@ -317,7 +319,7 @@ async def test_a_client_exactly_at_its_limits_hears_that_the_executor_is_alive(
     monkeypatch.setattr("symbiosis.transports.conversation.PING_AFTER_S", 0.02)  # so 25 times this is too long
     monkeypatch.setattr("symbiosis.transports.channel.WATCH_S", 0.01)
     call = Call(Key((0,), Pass.FORWARD), Kind.PREFILL, (torch.ones(8, 32),))
-    async with symbiosis.Executor(base, policy="rate-limit:tokens_per_s=0.3,burst_s=0.1") as executor:
+    async with symbiosis.Executor(base, policy="rate-limit:tokens_per_s=0.03,burst_s=1") as executor:
         listener = await executor.listen(LOCAL, limits=limits)
         channel = await make_transport(listener.address, retry=0.0).connect(listener.address, "alice")
         await asyncio.ensure_future(channel.send(call))
@@ -443,7 +445,7 @@ async def test_idle_clients_that_keep_large_arenas_make_room_for_a_newcomer(
         before, began = set(listener.lines), time.monotonic()
         call = large_call(LARGEST)
         assert_right(base, call, await asyncio.wait_for(answer(newcomer, call), 30))
-        assert seconds - 0.5 < time.monotonic() - began < seconds + 5
+        assert time.monotonic() - began > seconds - 0.5
         left = before - listener.lines
         assert 0 < len(left) <= 3, "no more than are needed"
         calls = [large_call(100, number) for number in range(10)]

@@ -216,12 +216,13 @@ async def test_a_frozen_executor_is_given_up(base: Any, address: str, monkeypatc
     """The process of the executor exists, so the kernel reports no end, but it does not answer pings."""
     monkeypatch.setattr("symbiosis.transports.conversation.PING_AFTER_S", 0.2)
     monkeypatch.setattr("symbiosis.transports.conversation.UNANSWERED", 2)
+    monkeypatch.setattr("symbiosis.transports.channel.WATCH_S", 0.05)
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         async with symbiosis.connect(address, retry=0.0) as remote, remote.client() as client:
             monkeypatch.setattr("symbiosis.transports.peer.Peer.received", lambda *_: None)
             with pytest.raises(ConnectionLostError):
-                await asyncio.wait_for(client.forward(input_ids=IDS), 10)
+                await asyncio.wait_for(client.forward(input_ids=IDS), 20)
 
 
 async def test_another_user_is_refused(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,7 @@ class JointModel:
             if output.keys() - {"logits", "past_key_values"}:
                 raise JointError("its model has other results than logits")
             trials.append(Trial(before, token, position, output.logits))
+            # A client that gives no position leaves it to the model.
             usual = model(input_ids=token, past_key_values=copy.deepcopy(before), use_cache=True).logits
             self.moves_positions = self.moves_positions or not torch.equal(usual, output.logits)
         model.config._attn_implementation = NAME
