@@ -285,11 +285,11 @@ class Counters:
         if reason not in self.reasons:
             reason = self._new_reason(reason)
         self.reasons[reason] += 1
-        layer = self._layer(batch.key, size, batch.rows)
         key = batch.key
+        layer = self._layer(key, size, batch.rows)
         own_bias = key.pass_ is _FORWARD_WITHOUT_BIAS and key.layers[0] in self.biased
         layers = len(key.layers) if key.pass_ is _FORWARD or own_bias else 0
-        pass_ = _number_of(batch.key)
+        pass_ = _number_of(key)
         waited = 0.0
         if size > 1:
             layer.client = ""

@@ -66,7 +66,7 @@ class Timeline:
             self._event(_BATCHES, name, "batch", started, ended, facts)
             for request, start, stop in batch.slices:
                 rows = min(stop - start, max(request.rows // len(request.clients), 1))
-                if start == 0 and request.joint:
+                if start == 0 and request.joint:  # the line of joint walks themselves
                     self._thought(request.client, request.arrived)
                 for client in request.clients:
                     line = self._line(client)

@@ -104,7 +104,6 @@ def _check_file(file: Path) -> None:
     elif file.is_dir():
         raise IsADirectoryError("it is a folder")
     elif not file.exists() or file.is_file():
-        _check_folder(file.parent)
         _check_folder(_target(file).parent)
     elif not os.access(file, os.W_OK):  # a pipe or a device
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -147,8 +146,8 @@ def write_text(file: Path, text: str) -> None:
             with open(file if number is None else number, "w", encoding="utf-8", closefd=number is None) as stream:
                 stream.write(text)
             return
-        file.parent.mkdir(parents=True, exist_ok=True)
         target = _target(file)
+        target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.part")
         try:
             part.write_text(text, encoding="utf-8")
