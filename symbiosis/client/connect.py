@@ -19,7 +19,7 @@ from symbiosis.client.joint import check_mode, make_decoder
 from symbiosis.client.offline import without_hub
 from symbiosis.core.privacy import Privacy, masked
 from symbiosis.core.registry import make_privacy, make_transport
-from symbiosis.core.terms import NO_TERMS, Kind, Terms
+from symbiosis.core.terms import MOST_DECODED, NO_TERMS, Kind, Terms
 from symbiosis.core.transport import Channel, Look
 from symbiosis.errors import ExecutorClosedError, ShareError, UsageError
 
@@ -138,7 +138,8 @@ class Base:
         return client
 
     def _make_decoder(self) -> JointDecoder | None:
-        return make_decoder(self._joint_mode, self._connect_joint, lambda client: True, self._walked)
+        # A larger decode request of another process counts as fine-tuning.
+        return make_decoder(self._joint_mode, self._connect_joint, lambda _: True, self._walked, most_rows=MOST_DECODED)
 
     async def _connect_joint(self) -> Channel:
         return await self._transport.connect(self.address, f"{new_name()}-joint")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch.autograd import forward_ad
@@ -90,8 +90,8 @@ class Requester:
         self.quantization: str | None = None
         self.before_backward = before_backward or (lambda: None)
         self.finetuning = False
-        self.joint: tuple[str, ...] = ()
-        """In a joint walk, the clients of its rows, one row each; empty in a client's own model."""
+        self.joint: Mapping[str, float] | None = None
+        """In a joint walk, the part of the rows that each client has; None in a client's own model."""
         self._channel: Channel | None = None
         self._wait: Waiter = wait_blocking
         self._answer: Callable[[Call], Results] | None = None

@@ -6,7 +6,7 @@ experts). Requests are divisible: a batch takes a *slice* of rows from each of s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
@@ -178,8 +178,8 @@ class Call:
     tensors: tuple[torch.Tensor, ...]
     """Matrices of equal row count: (X,) forward; (dY,) backward of a linear layer; (X, dY) backward of a layer that is
     recomputed. For a bank of experts, the experts of each row [n, k] and their routing weights [n, k] follow X."""
-    joint: tuple[str, ...] = ()
-    """In a joint walk, the clients whose rows these are, one row each. Empty where all rows are the caller's."""
+    joint: Mapping[str, float] | None = None
+    """In a joint walk, the part of the rows that each client has. None where all rows are the caller's."""
     work: Callable[[], Results] | None = None
     """What to run in place of the layers: a captured walk, which has them in it. For clients of this process."""
     answers: tuple[torch.Tensor, ...] = ()
@@ -216,13 +216,13 @@ class Request:
     """Number of batches that had started when it was queued."""
     passed: int = field(default=0)
     """Number of batches that passed over earlier requests of the same walk."""
-    joint: tuple[str, ...] = field(default=())
-    """In a joint walk, the clients that the rows belong to, one row each."""
+    joint: Mapping[str, float] | None = field(default=None)
+    """In a joint walk, the part of the rows that each client has. None in other walks."""
 
     @property
-    def clients(self) -> tuple[str, ...]:
-        """The clients that the rows belong to, in equal parts."""
-        return self.joint or (self.client,)
+    def clients(self) -> Mapping[str, float]:
+        """The part of the rows that each client has. The sum is 1."""
+        return self.joint or {self.client: 1.0}
 
     @property
     def remaining(self) -> int:

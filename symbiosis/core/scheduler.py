@@ -95,7 +95,7 @@ class Scheduler:
         """During a wait without a limit: the client whose request it holds up, and since when."""
         self._queues = Queues()
         self._open: dict[int, Request] = {}
-        self._joint: tuple[str, ...] = ()
+        self._joint: Mapping[str, float] | None = None
         """Clients of the latest joint request."""
         self._joint_terms = NO_TERMS
 

@@ -52,9 +52,10 @@ class ClientStatistics(NamedTuple):
     mean_batch: float
     """Size of the batch of a request in requests, averaged over the client's requests."""
     joint: int = 0
-    """Tokens that the client decoded in walks with other clients. For clients in this process."""
+    """Tokens that the client decoded in walks with other clients. Tokens of several sequences that it decodes at once count
+    as one. For clients in this process."""
     alone: Mapping[str, int] = {}
-    """Tokens that it decoded by itself, by the reason. For clients in this process."""
+    """Tokens that it decoded by itself, by the reason, counted likewise. For clients in this process."""
     tokens: Mapping[str, float] = {}
     """Rows of forward passes through all layers, by kind: ``decode``, ``prefill``, ``finetune``. A row through one of n
     layers counts 1/n. A row that is computed again, such as for gradient checkpointing, counts again."""
@@ -185,10 +186,10 @@ class _ClientCounts:
             found = beside, OTHER
         self.unshared[found] = self.unshared.get(found, 0) + requests
 
-    def add(self, other: _ClientCounts) -> None:
-        """Add the counts of another client."""
+    def add(self, other: _ClientCounts, part: float = 1.0) -> None:
+        """Add the counts of another client, or of clients together that had the same requests: a part of their rows."""
         self.requests += other.requests
-        self.rows += other.rows
+        self.rows += round(part * other.rows)
         self.companions += other.companions
         self.joint += other.joint
         for reason, tokens in other.alone.items():
@@ -200,7 +201,7 @@ class _ClientCounts:
         for number, requests in enumerate(other.passes):
             self.passes[number] += requests
         for kind, work in enumerate(other.work):
-            self.work[kind] += work
+            self.work[kind] += round(part * work)
 
     def snapshot(self, layers: int, slo: tuple[int, int], service: float = 0.0) -> ClientStatistics:
         unshared: dict[str, dict[str, int]] = {}
@@ -264,10 +265,10 @@ class Counters:
     """What the policy had counted when these counts began."""
     _left: dict[str, _ClientCounts] = field(default_factory=dict)
     """Counts of forgotten clients, by tenant."""
-    _joint: tuple[str, ...] = ()
-    """Clients of the latest joint walk."""
+    _joint: Mapping[str, float] = field(default_factory=dict)
+    """Clients of the latest joint walk, and the part of its rows that each has."""
     _each: _ClientCounts = field(default_factory=_ClientCounts)
-    """Counts of one client of the latest joint walk that are not in the clients' own counts yet."""
+    """Counts of each client of the latest joint walk, with the rows of all, that are not in the clients' own yet."""
 
     def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float, beside: str = "") -> None:
         """Count a batch that ran from ``started`` to ``ended`` (seconds) and answered these requests. If the
@@ -275,7 +276,7 @@ class Counters:
 
         A request of a joint walk counts as one of each of its clients.
         """
-        size = sum([len(request.joint) or 1 for request, _, _ in batch.slices])
+        size = sum([len(request.joint) if request.joint else 1 for request, _, _ in batch.slices])
         self.batches += 1
         self.members += size
         self.rows += batch.rows
@@ -297,7 +298,6 @@ class Counters:
             wait, rows, count, kind = started - request.arrived, request.rows, 1, request.kind
             if request.joint:
                 count = len(request.joint)
-                rows //= count
                 client = self._joint_client(request.joint)
             else:
                 client = self._client(request.client)
@@ -352,7 +352,7 @@ class Counters:
         layer.members += size
         return layer
 
-    def _joint_client(self, joint: tuple[str, ...]) -> _ClientCounts:
+    def _joint_client(self, joint: Mapping[str, float]) -> _ClientCounts:
         """Return the counts that stand for every client of this joint walk until its clients change."""
         if joint is not self._joint:
             self._share_out()
@@ -362,8 +362,8 @@ class Counters:
     def _share_out(self) -> None:
         """Add what was counted for each client of the latest joint walk to its own counts."""
         each, self._each = self._each, _ClientCounts()
-        for name in self._joint:
-            self._client(name).add(each)
+        for name, part in self._joint.items():
+            self._client(name).add(each, part)
 
     def walked(self, name: str, alone: str | None) -> None:
         """Count a token of a client: from a joint walk, or for a reason from a walk of its own."""

@@ -65,10 +65,10 @@ class Timeline:
             facts = {"rows": batch.rows, "members": members, "reason": batch.reason, "pass": pass_}
             self._event(_BATCHES, name, "batch", started, ended, facts)
             for request, start, stop in batch.slices:
-                rows = min(stop - start, max(request.rows // len(request.clients), 1))
                 if start == 0 and request.joint:  # the line of joint walks themselves
                     self._thought(request.client, request.arrived)
-                for client in request.clients:
+                for client, part in request.clients.items():
+                    rows = min(stop - start, round(part * request.rows))
                     line = self._line(client)
                     if start == 0:
                         self._thought(client, request.arrived)

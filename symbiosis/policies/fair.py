@@ -183,14 +183,13 @@ class Fair(Admission):
             request = next(iter(first.held.values()))
             if counter > self._reached:
                 self._reached = counter
-            clients = request.clients
-            tokens = self._weight_of(request) * token_count(request, layers) / len(clients)
-            for client in clients:
+            tokens = self._weight_of(request) * token_count(request, layers)
+            for client, part in request.clients.items():
                 tenant = self._tenant(client)
                 tenant.held.pop(request.id, None)
-                tenant.counter += tokens / tenant.weight
-                tenant.charged += tokens / tenant.weight
-                tenant.inside += request.rows // len(clients)
+                tenant.counter += part * tokens / tenant.weight
+                tenant.charged += part * tokens / tenant.weight
+                tenant.inside += round(part * request.rows)
             self.admit(request)
         return math.inf
 
@@ -200,20 +199,18 @@ class Fair(Admission):
         return not is_ahead and super().may_join(client, now)
 
     def drop(self, request: Request) -> None:
-        clients = request.clients
-        tenants = [self._tenant(client) for client in clients]
-        held = [tenant.held.pop(request.id, None) for tenant in tenants]
+        tenants = [(self._tenant(client), part) for client, part in request.clients.items()]
+        held = [tenant.held.pop(request.id, None) for tenant, _ in tenants]
         if any(held):
-            for tenant in tenants:
-                tenant.inside += request.rows // len(clients)  # `gone` follows and takes them off again
+            for tenant, part in tenants:
+                tenant.inside += round(part * request.rows)  # `gone` follows and takes them off again
 
     def gone(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            clients = request.clients
-            for client in clients:
+            for client, part in request.clients.items():
                 tenant = self._tenant(client)
                 tenant.queued -= 1
-                tenant.inside -= request.rows // len(clients)
+                tenant.inside -= round(part * request.rows)
                 if tenant.held:
                     self._held.add(tenant)
 

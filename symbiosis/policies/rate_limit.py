@@ -107,10 +107,11 @@ class RateLimit(Admission):
             held = bucket.held
             while held and bucket.level > 0:
                 request = next(iter(held.values()))
-                tokens = token_count(request, view.layers) / len(request.clients)
-                for payer in [self._bucket(client, now) for client in request.joint] or [bucket]:
+                tokens = token_count(request, view.layers)
+                for client, part in request.clients.items():
+                    payer = self._bucket(client, now)
                     payer.held.pop(request.id, None)
-                    payer.pay(tokens, now)
+                    payer.pay(part * tokens, now)
                 self.admit(request)
             if held:
                 bucket.due = True

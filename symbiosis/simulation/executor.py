@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Request
@@ -78,7 +78,13 @@ class SimulatedExecutor:
         self._clock.settle(self.settle)
 
     def submit(
-        self, client: str, key: Key, rows: int, kind: Kind, joint: tuple[str, ...], answer: Callable[[], None]
+        self,
+        client: str,
+        key: Key,
+        rows: int,
+        kind: Kind,
+        joint: Mapping[str, float] | None,
+        answer: Callable[[], None],
     ) -> None:
         """Submit a request. ``answer`` is called when its rows have run."""
         request = Request(next(self._numbers), client, key, rows, kind, self._clock.now, joint=joint)

@@ -237,7 +237,8 @@ class Cluster:
     def _call(self, client: _ClientState, ask: Ask) -> None:
         executor, there, back = client.route.hop(ask.key)
         client.enter(executor, self.now)
-        joint = tuple(each.name for each in self._walks[executor].together) if client.name == JOINT else ()
+        together = self._walks[executor].together if client.name == JOINT else ()
+        joint = {each.name: 1 / len(together) for each in together} or None
 
         def answered() -> None:
             self._resume(client, self.now)

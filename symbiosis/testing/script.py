@@ -105,12 +105,13 @@ class AnyScript(RuleBasedStateMachine):
     @precondition(lambda self: len(self._local()) > 1 and not self._walks_jointly())
     @rule(first=_NUMBERS, count=st.integers(2, 8), key=_NUMBERS)
     def submit_jointly(self, first: int, count: int, key: int) -> None:
-        """Submit a request of a joint walk of local clients, with a row of each. A joint walk has one at a time."""
+        """Submit a request of a joint walk of local clients, of which one has two rows and the others one each. A joint
+        walk has one request at a time."""
         if JOINT not in self.world.clients:
             self.world.join(JOINT, local=True)
         local = self._local()
         first %= len(local)
-        together = tuple((local[first:] + local[:first])[:count])
+        together = [local[first], *(local[first:] + local[:first])[:count]]
         self.world.submit(JOINT, self.world.keys[key % len(self.world.keys)], len(together), joint=together)
 
     @precondition(lambda self: self.world.waiting)

@@ -13,6 +13,8 @@ each step. The conformance kit drives it with random scripts; a test can drive i
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 from symbiosis.core.clients import STOPPED_S
 from symbiosis.core.faults import tell_unloaded
@@ -131,15 +133,13 @@ class World:
         self._thinks_since.pop(client, None)
         self.check()
 
-    def submit(
-        self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE, joint: tuple[str, ...] = ()
-    ) -> Request:
-        """Queue a request, in a joint walk of these clients if any are given. The policy is asked whether they may join
-        it, and the world goes on whatever it answers."""
+    def submit(self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE, joint: Sequence[str] = ()) -> Request:
+        """Queue a request, in a joint walk of these clients if any are given, each as often as it has rows in equal
+        parts of them. The policy is asked whether they may join it, and the world goes on whatever it answers."""
         for member in joint:
             self.scheduler.may_join(member, self.clock.now)
         request = self._request(client, key, rows, kind)
-        request.joint = joint
+        request.joint = {name: count / len(joint) for name, count in Counter(joint).items()} or None
         self.scheduler.submit(request)
         self.check()
         return request

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import copy
 import gc
+import itertools
 import json
+import math
 import time
 import weakref
 from collections import Counter
@@ -70,6 +72,17 @@ def text(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
+def texts(length: int, seed: int, count: int) -> dict[str, torch.Tensor]:
+    """Return ids and attention mask of texts of this length and shorter ones, padded on the left."""
+    ids = text(length, seed).repeat(count, 1)
+    mask = torch.ones_like(ids)
+    for row in range(count):
+        pads = row % (length - 1)
+        ids[row, :pads], mask[row, :pads] = 0, 0
+        ids[row, pads:] = text(length - pads, seed + 100 * row)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def plain(base: Any, config: Any, seed: int) -> Any:
     """Return the model of a plain PEFT job whose adapter is that of a client with this seed."""
     torch.manual_seed(seed)
@@ -130,10 +143,15 @@ async def test_each_tenant_gets_what_plain_peft_gives(architecture: str, mode: s
 async def check_each_tenant(
     architecture: str, sample: bool, mode: str, device: str = "cpu", tolerance: float = LOGITS
 ) -> None:
-    """Compare each tenant of a joint walk with a plain PEFT job on the same device."""
+    """Compare each tenant of a joint walk, which has one to three texts, with a plain PEFT job on the same device."""
     base = model_of(architecture).to(device)
     plain_base = copy.deepcopy(base)
     kinds = tenants_of(architecture)
+
+    def inputs(number: int) -> dict[str, torch.Tensor]:
+        given = texts(3 + 5 * number, number, 1 + number % 3)
+        return {name: tensor.to(device) for name, tensor in given.items()}
+
     async with Executor(base, joint=mode) as executor, contextlib.AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(executor.client(kind, name=f"tenant-{number}", seed=number))
@@ -144,16 +162,14 @@ async def check_each_tenant(
         async def write(number: int, client: Client) -> Any:
             await asyncio.sleep(0.01 * number)  # prompts arrive in the middle of other texts
             client.manual_seed(number)
-            ids = text(3 + 5 * number, number).to(device)
-            return await client.generate(input_ids=ids, max_new_tokens=16 - number, do_sample=sample, **OPTIONS)
+            return await client.generate(**inputs(number), max_new_tokens=16 - number, do_sample=sample, **OPTIONS)
 
         outs = await asyncio.gather(*(write(number, client) for number, client in enumerate(clients)))
         counts = [executor.statistics().clients[client.name] for client in clients]
     for number, (kind, out) in enumerate(zip(kinds, outs, strict=True)):
         model = plain(plain_base, kind, number)
         torch.manual_seed(number)
-        ids = text(3 + 5 * number, number).to(device)
-        expected = model.generate(input_ids=ids, max_new_tokens=16 - number, do_sample=sample, **OPTIONS)
+        expected = model.generate(**inputs(number), max_new_tokens=16 - number, do_sample=sample, **OPTIONS)
         assert_equal(out, expected, tolerance)
     assert sum(count.joint for count in counts) > sum(sum(count.alone.values()) for count in counts), counts
 
@@ -205,6 +221,46 @@ async def test_in_bf16_a_joint_walk_gives_the_bits_of_a_walk_alone() -> None:
         assert all(executor.statistics().clients[client.name].joint >= 10 for client in clients)
     for number, out in enumerate(outs):
         assert_equal(out, expected_of(plain_base, number, 3 + 4 * number), tolerance=0.0)
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+async def test_beams_and_several_texts_are_walked_with_other_tenants(mode: str) -> None:
+    """Clients have stacks in common, with different numbers of rows, which change between two operations."""
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    cases: list[dict[str, Any]] = [
+        {"num_beams": 3},
+        {},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"num_beams": 2, "num_return_sequences": 2, "do_sample": True},
+        {"position_ids": None, **texts(6, 4, 2)},
+    ]
+    async with some_clients(len(cases), base, joint=mode) as (executor, clients):
+        for turn in range(2):
+            given = cases[turn:] + cases[:turn]
+            for number, client in enumerate(clients):
+                client.manual_seed(number)
+            outs = await asyncio.gather(
+                *(generate(client, tokens=20, **options) for client, options in zip(clients, given, strict=True))
+            )
+            for number, (out, options) in enumerate(zip(outs, given, strict=True)):
+                model = plain(plain_base, lora(), number)
+                torch.manual_seed(number)
+                options = {"input_ids": text(6, 6), "max_new_tokens": 20, **OPTIONS, **options}
+                assert_equal(out, model.generate(**options))
+        counts = executor.statistics().clients
+    for client in clients:
+        assert counts[client.name].joint > 4 * sum(counts[client.name].alone.values()), counts[client.name]
+
+
+async def test_rows_of_several_texts_are_counted_for_their_client() -> None:
+    async with some_clients(2) as (executor, (one, three)):
+        outs = await asyncio.gather(generate(one, tokens=20), generate(three, tokens=20, **texts(6, 0, 3)))
+        counts = executor.statistics()
+    assert [len(out.sequences) for out in outs] == [1, 3]
+    tokens = [counts.clients[client.name].tokens["decode"] for client in (one, three)]
+    assert tokens == pytest.approx([19, 3 * 19])
+    assert counts.clients[three.name].joint >= 15
 
 
 async def test_whole_mlps_are_served_in_joint_walks_too() -> None:
@@ -311,8 +367,6 @@ async def test_an_adapter_that_is_trained_between_two_tokens_takes_effect_at_onc
 
 
 ALONE: dict[str, tuple[str, Callable[..., Any]]] = {
-    "several sequences": ("several sequences at once", lambda c: {"input_ids": text(6, 6).repeat(2, 1)}),
-    "beam search": ("several sequences at once", lambda c: {"num_beams": 2}),
     "static cache": ("its cache is a StaticCache", lambda c: {"cache_implementation": "static"}),
     "attentions": ("the argument output_hidden_states", lambda c: {"output_hidden_states": True}),
 }
@@ -445,6 +499,33 @@ async def test_a_client_takes_part_again_after_a_call_for_hidden_states() -> Non
         assert_equal(out, expected_of(plain_base, number, tokens=20))
 
 
+async def test_positions_are_the_usual_ones_although_last_bits_differ() -> None:
+    """Clients that give no positions are walked jointly. Rows of others in a batch change the last bits of a trial."""
+
+    class Jitter(torch.nn.Module):
+        def __init__(self, norm: torch.nn.Module) -> None:
+            super().__init__()
+            self.norm, self.calls = norm, itertools.count()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) * (1 + next(self.calls) % 3 * 1e-6)
+
+    @torch.no_grad()
+    def decode(model: Any) -> None:
+        ids, cache = text(5), None
+        for _ in range(20):
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            ids, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+
+    base = model_of("llama")
+    base.model.norm = Jitter(base.model.norm)
+    async with Executor(base) as executor, executor.client(name="a") as a, executor.client(name="b") as b:
+        for _ in range(2):
+            await asyncio.gather(*(client.run(decode, client.model) for client in (a, b)))
+        counts = executor.statistics().clients
+    assert all(counts[name].joint >= 19 for name in "ab"), counts
+
+
 async def test_a_copy_of_a_model_walks_alone() -> None:
     async with some_clients(2) as (executor, clients):
         twin = copy.deepcopy(clients[0].model)
@@ -508,7 +589,7 @@ async def test_the_executor_closes_in_the_middle() -> None:
 
 
 async def test_tokens_that_come_after_the_end_end_at_once() -> None:
-    turn, loop = Turn(lambda steps: None), asyncio.get_running_loop()
+    turn, loop = Turn(lambda steps: None, math.inf), asyncio.get_running_loop()
     steps: list[Any] = [SimpleNamespace(reply=loop.create_future(), structure=(), alone="") for _ in range(3)]
     turn.arrive(steps[0])
     turn.close(ExecutorClosedError("it was shut down"))
@@ -541,6 +622,23 @@ async def test_clients_of_one_process_are_walked_together_over_a_transport(trans
         assert len(executor.service.clients) == 5
     for number, out in enumerate(outs):
         assert_equal(out, expected_of(plain_base, number))
+
+
+async def test_decoding_over_a_transport_never_counts_as_fine_tuning(tmp_path: Path) -> None:
+    """A joint walk of more than 64 rows would; the client that comes last walks alone."""
+    async with Executor(model_of("llama")) as executor, contextlib.AsyncExitStack() as stack:
+        listener = await executor.listen(f"shm://{tmp_path}/joint.sock")
+        served = await stack.enter_async_context(symbiosis.connect(listener.address))
+        clients = [await stack.enter_async_context(served.client(name=str(number))) for number in range(3)]
+        counts = (40, 24, 9)
+        for _ in range(2):
+            await asyncio.gather(
+                *(generate(client, **texts(12, 0, count)) for client, count in zip(clients, counts, strict=True))
+            )
+        walks = served.walks()
+        tokens = [client.tokens for client in executor.statistics().clients.values()]
+    assert walks["2"]["a joint walk has up to 64 rows"] >= 5, walks
+    assert not any(kinds["finetune"] for kinds in tokens), tokens
 
 
 async def test_a_connection_that_is_opened_again(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from symbiosis import Client, Executor
 from symbiosis.testing import tiny_model
+from tests.client.test_joint import texts
 from tests.helpers import LOGITS, examples, ia3, lora, prefix
 
 KINDS = [lora(r=2, lora_dropout=0.0), lora(r=4, lora_dropout=0.0), None, ia3(), prefix()]
@@ -27,7 +28,7 @@ BASE.generation_config.eos_token_id = None
 Act = tuple[str, int, int]
 """What a tenant does, and two numbers that say how."""
 acts = st.tuples(
-    st.sampled_from(["write", "write", "go on", "sample", "train", "stop", "fail", "beam", "pause", "hook"]),
+    st.sampled_from(["write", "write", "go on", "sample", "train", "stop", "fail", "beam", "texts", "pause", "hook"]),
     st.integers(1, 7),
     st.integers(1, 7),
 )
@@ -80,6 +81,8 @@ def program(model: Any, acts: list[Act]) -> Generator[tuple[str, Any], Any, list
             "do_sample": act == "sample",
             "num_beams": 2 if act == "beam" else 1,
         }
+        if act == "texts":
+            options |= texts(one + 3, two, 2)
         if act == "pause":
             yield "pause", one / 1000
         elif act == "train":
@@ -100,7 +103,7 @@ def program(model: Any, acts: list[Act]) -> Generator[tuple[str, Any], Any, list
                 hook.remove()
             if last is not None:
                 found += last.logits
-            if act in ("beam", "hook"):
+            if act in ("beam", "texts", "hook"):
                 last = None
     return found
 

@@ -12,7 +12,7 @@ import torch
 
 from symbiosis import Client, Executor
 from symbiosis.testing.zoo import ZOO, zoo_inputs, zoo_model
-from tests.client.test_joint import OPTIONS, assert_equal, plain, text
+from tests.client.test_joint import OPTIONS, assert_equal, plain, texts
 from tests.helpers import LOGITS, lora
 
 OWN_CODE = "its model has attention code of its own"
@@ -46,7 +46,7 @@ async def test_each_tenant_gets_what_plain_peft_gives(name: str) -> None:
 
     def inputs(number: int) -> dict[str, Any]:
         if ZOO[name].reads == "text":
-            return {"input_ids": text(2 + 28 * number, number)}
+            return texts(3 + 27 * number, number, 1 + number)
         given = zoo_inputs(base, "image and text", number)
         return {key: value[:1] for key, value in given.items() if key != "labels"}
 

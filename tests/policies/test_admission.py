@@ -388,19 +388,34 @@ def test_a_joint_walk_does_not_wait_behind_a_request_of_one_of_its_tenants() -> 
     assert answered == ["alice/tune", "joint", "alice/tune"]
 
 
+def test_each_tenant_of_a_joint_walk_is_charged_for_its_own_rows() -> None:
+    """Bob's client decodes three sequences, and each of alice's one."""
+    clients = ("alice/1", "alice/2", "bob", "bob", "bob")
+    fair = Fair(NoLockstep())
+    limit = RateLimit(NoLockstep(), tokens_per_s=1000)
+    for policy in (fair, limit):
+        world = world_of(policy, "joint", *dict.fromkeys(clients))
+        world.submit("joint", F0, 40, joint=clients)
+        world.complete(_run(world))
+        assert not world.scheduler.policy_errors
+    assert fair.service() == pytest.approx({"alice": 2 * 16 / 4, "bob": 2 * 24 / 4})  # one of four layers, weight 2
+    spent = {name: bucket.size - bucket.level for name, bucket in limit._buckets.items()}
+    assert spent == pytest.approx({"alice": 16 / 4, "bob": 24 / 4}, abs=0.5)
+
+
 def test_requests_of_joint_walks_leave_nothing_behind() -> None:
     policy = Fair(NoLockstep(), quantum=4)
     world = world_of(policy, "joint", "alice/1", "alice/2", "bob")
     for cancels in (True, False):
         world.submit("bob", F0, 8)
-        joint = world.submit("joint", F0, 3, joint=("alice/1", "alice/2", "bob"))
+        joint = world.submit("joint", F0, 5, joint=("alice/1", "alice/2", "bob", "bob", "bob"))
         if cancels:
             world.cancel(joint)
         while world.queued:
             world.complete(_run(world))
         for tenant in policy._tenants.values():
             assert (tenant.queued, tenant.inside, len(tenant.held)) == (0, 0, 0)
-    assert policy.service() == {"alice": 2 * 2 / 4, "bob": 2 * (8 + 8 + 1) / 4}
+    assert policy.service() == {"alice": 2 * 2 / 4, "bob": 2 * (8 + 8 + 3) / 4}
 
 
 # ------------------------------------------------------------------------------------------------------------ priority

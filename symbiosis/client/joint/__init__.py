@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,10 +39,11 @@ def make_decoder(
     may_join: Callable[[str], bool],
     walked: Callable[[str, str | None], None],
     here: Here | None = None,
+    most_rows: float = math.inf,
 ) -> JointDecoder | None:
     """Return a decoder for a mode, or None for ``"off"``; see :class:`~symbiosis.client.joint.decoder.JointDecoder`."""
     if mode == "off":
         return None
     from symbiosis.client.joint.decoder import JointDecoder  # imports PEFT, which takes a second
 
-    return JointDecoder(connect, may_join, walked, here, exact=mode == "exact")
+    return JointDecoder(connect, may_join, walked, here, exact=mode == "exact", most_rows=most_rows)

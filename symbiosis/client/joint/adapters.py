@@ -1,20 +1,21 @@
-"""The adapters of a joint walk: what each client's adapter does to its row of a layer.
+"""The adapters of a joint walk: what each client's adapter does to its rows of a layer.
 
-* ``exact``: products run row by row, with the client's own parameters and in their precision, as in PEFT's own forward
-  pass. Each row gets the bits that PEFT gives it.
+* ``exact``: products run client by client, with the client's own parameters and in their precision, as in PEFT's own
+  forward pass. Each row gets the bits that PEFT gives it.
 * ``fast``: products of the same rank run as one batched product (:mod:`symbiosis.client.joint.stacks`). The order of
   sums differs, and LoRA's factor is rounded to the adapter's precision.
 
 In both, what LoRA adds is added in its own precision and rounded once, as in PEFT.
 
-Legend: N rows, one of each client; i in_features; o out_features; r rank.
+Legend: N rows; n rows of one client; i in_features; o out_features; r rank.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.ia3 import layer as ia3
@@ -32,26 +33,31 @@ class RowAdapters:
 
     Args:
         layers: the clients' tuner layers and names of active adapters in the order of rows, or None.
-        slots: the clients' slots in stacks, or None, in which case the products of a row are exact.
+        slots: the clients' slots in stacks, or None, in which case the products of a client are exact.
+        sizes: n of each client.
     """
 
-    def __init__(self, layers: Sequence[tuple[Any, str] | None], slots: Sequence[Slot | None]) -> None:
-        self._count = len(layers)
+    def __init__(
+        self, layers: Sequence[tuple[Any, str] | None], slots: Sequence[Slot | None], sizes: Sequence[int]
+    ) -> None:
+        self._sizes = list(sizes)
         self._one_by_one: list[tuple[int, Any, Any, Mapping[str, float], str]] = []
         self._before: list[tuple[int, Any, str]] = []
         self._after: list[tuple[int, Any, str]] = []
-        stacks: dict[Stack, list[tuple[int, int, float]]] = {}
-        for row, (found, slot) in enumerate(zip(layers, slots, strict=True)):
+        stacks: dict[Stack, list[tuple[range, int, float]]] = {}
+        ends = list(itertools.accumulate(sizes))
+        for place, (found, slot) in enumerate(zip(layers, slots, strict=True)):
             if found is None:
                 continue
             layer, name = found
             if isinstance(layer, ia3.Linear):
-                (self._before if layer.is_feedforward else self._after).append((row, layer.ia3_l, name))
+                (self._before if layer.is_feedforward else self._after).append((place, layer.ia3_l, name))
             elif slot is None:
-                self._one_by_one.append((row, layer.lora_A[name], layer.lora_B[name], layer.scaling, name))
+                self._one_by_one.append((place, layer.lora_A[name], layer.lora_B[name], layer.scaling, name))
             else:
-                stacks.setdefault(slot.stack, []).append((row, slot.number, layer.scaling[name]))
-        self._groups = [StackRows(stack, members, self._count) for stack, members in stacks.items()]
+                rows = range(ends[place] - sizes[place], ends[place])
+                stacks.setdefault(slot.stack, []).append((rows, slot.number, layer.scaling[name]))
+        self._groups = [StackRows(stack, members, ends[-1]) for stack, members in stacks.items()]
 
     def __call__(self, x: torch.Tensor, base: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return the layer's results for x, [N, …, i] → [N, …, o], given what the base layer does."""
@@ -64,23 +70,23 @@ class RowAdapters:
 
     def _scaled(self, x: torch.Tensor, vectors: Sequence[tuple[int, Any, str]]) -> torch.Tensor:
         """Return x with the rows of IA3 clients scaled."""
-        rows = list(x.chunk(self._count))
-        for row, layer, name in vectors:
+        rows = list(x.split_with_sizes(self._sizes))
+        for place, layer, name in vectors:
             vector = layer[name]
-            rows[row] = (rows[row].to(vector.dtype) * vector.flatten()).to(x.dtype)
+            rows[place] = (rows[place].to(vector.dtype) * vector.flatten()).to(x.dtype)
         return torch.cat(rows)
 
     def _with_rows(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return y plus what LoRA adds to the rows of its clients, one by one."""
+        """Return y plus what LoRA adds to the rows of its clients, client by client."""
         cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
-        added: list[torch.Tensor | None] = [None] * self._count
-        for row, a, b, scaling, name in self._one_by_one:
+        added: list[torch.Tensor | None] = [None] * len(self._sizes)
+        for place, a, b, scaling, name in self._one_by_one:
             down = a._parameters["weight"]
             rows = cast.get(down.dtype)
             if rows is None:
-                rows = cast[down.dtype] = x.to(down.dtype).chunk(self._count)
-            added[row] = F.linear(F.linear(rows[row], down), b._parameters["weight"]) * scaling[name]
-        rows = y.chunk(self._count)
+                rows = cast[down.dtype] = x.to(down.dtype).split_with_sizes(self._sizes)
+            added[place] = F.linear(F.linear(rows[place], down), b._parameters["weight"]) * scaling[name]
+        rows = y.split_with_sizes(self._sizes)
         return torch.cat(
             [one if more is None else (one + more).to(y.dtype) for one, more in zip(rows, added, strict=True)]
         )
@@ -88,12 +94,12 @@ class RowAdapters:
     def _with_groups(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return y plus what LoRA adds to the rows of its clients, by batched products."""
         first = self._groups[0]
-        rows = x.to(first.dtype).view(self._count, 1, -1)
+        rows = x.to(first.dtype).view(len(x), -1)
         if len(self._groups) == 1 and first.is_whole:
             added = first.product(rows)
         else:
             dtype = functools.reduce(torch.promote_types, [group.dtype for group in self._groups])
-            added = rows.new_zeros(self._count, 1, y.shape[-1], dtype=dtype)
+            added = rows.new_zeros(len(x), y.shape[-1], dtype=dtype)
             for group in self._groups:
                 group.add_to(added, rows if group.dtype is rows.dtype else x.to(group.dtype).view_as(rows))
         return (y + added.view(y.shape)).to(y.dtype)
@@ -109,21 +115,28 @@ class _JointLayer:
         return base(x) if self.adapters is None else self.adapters(x, base)
 
 
-class _JointEmbedding:
-    """Behaviour of the joint model's embeddings. PEFT's own layer gives a row: it needs no base layer for it."""
+class EmbeddingAdapters(NamedTuple):
+    """The adapters of an embedding: the tuner layer and the name of the active adapter of each client, or None, and n
+    of each client."""
 
-    adapters: Sequence[tuple[Any, str] | None] | None = None
+    layers: Sequence[tuple[Any, str] | None]
+    sizes: list[int]
+
+
+class _JointEmbedding:
+    """Behaviour of the joint model's embeddings. PEFT's own layer gives a client's rows: it needs no base layer for
+    them."""
+
+    adapters: EmbeddingAdapters | None = None
 
     def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         rows: torch.Tensor = super().forward(ids, *args, **kwargs)  # type: ignore[misc]
         if self.adapters is None:
             return rows
-        count = len(self.adapters)
+        layers, sizes = self.adapters
+        clients = zip(rows.split_with_sizes(sizes), layers, ids.split_with_sizes(sizes), strict=True)
         return torch.cat(
-            [
-                row if found is None else found[0](one, *args, **kwargs)
-                for row, found, one in zip(rows.chunk(count), self.adapters, ids.chunk(count), strict=True)
-            ]
+            [own if found is None else found[0](tokens, *args, **kwargs) for own, found, tokens in clients]
         )
 
 
@@ -145,21 +158,24 @@ def make_joint(model: Any) -> dict[str, Any]:
 
 
 def adapters_of(
-    layers: Mapping[str, Any], clients: Sequence[tuple[Adapted, Mapping[str, Slot]]]
-) -> dict[str, RowAdapters | Sequence[tuple[Any, str] | None] | None]:
+    layers: Mapping[str, Any], clients: Sequence[tuple[Adapted, Mapping[str, Slot]]], sizes: Sequence[int]
+) -> dict[str, RowAdapters | EmbeddingAdapters | None]:
     """Return what the ``adapters`` of each layer are in a walk, by the layer's name.
 
     Args:
         layers: the joint model's layers, from :func:`make_joint`.
-        clients: for each row, its client's tuner layers and slots by name.
+        clients: each client's tuner layers and slots by name, in the order of rows.
+        sizes: n of each client.
     """
     used: set[str] = set().union(*(adapted for adapted, _ in clients))
-    found: dict[str, RowAdapters | Sequence[tuple[Any, str] | None] | None] = {}
+    found: dict[str, RowAdapters | EmbeddingAdapters | None] = {}
     for name, layer in layers.items():
         if name not in used:
             found[name] = None
             continue
-        rows = [adapted.get(name) for adapted, _ in clients]
-        is_embedding = isinstance(layer, torch.nn.Embedding)
-        found[name] = rows if is_embedding else RowAdapters(rows, [slots.get(name) for _, slots in clients])
+        tuners = [adapted.get(name) for adapted, _ in clients]
+        if isinstance(layer, torch.nn.Embedding):
+            found[name] = EmbeddingAdapters(tuners, list(sizes))
+        else:
+            found[name] = RowAdapters(tuners, [slots.get(name) for _, slots in clients], sizes)
     return found

@@ -1,15 +1,16 @@
 """Attention of a joint walk: each row attends to its own client's cache.
 
-The walk runs the model's own code once, on rows [N, 1, ...] of N clients. Two extension points of transformers put each
-client's cache in its place: the joint model's configuration names an attention implementation of this module, and its
-cache is a :class:`JointCache`. Both call what the client's own walk would call, row by row: the client's cache, and the
-model's own attention and mask functions. A row thus gets the bits that it would get alone, whatever the lengths of the
-caches, and no keys or values are copied or pooled (docs/decisions/0026-joint-decoding.md).
+The walk runs the model's own code once, on rows [N, 1, ...] of several clients. Two extension points of transformers
+put each client's cache in its place: the joint model's configuration names an attention implementation of this module,
+and its cache is a :class:`JointCache`. Both call what the client's own walk would call, client by client: the client's
+cache, and the model's own attention and mask functions. A row thus gets the bits that it would get alone, whatever the
+lengths of the caches, and no keys or values are copied or pooled (docs/decisions/0026-joint-decoding.md).
 
 Layers of linear attention, state spaces and short convolutions keep states of fixed size instead. Their code computes
 all rows at once, on the clients' states behind each other.
 
-Legend: N rows, one of each client; H heads; D features of a head; L cached tokens of one client.
+Legend: N rows; n rows of one client, one for each of its sequences; H heads; D features of a head; L cached tokens of
+one client.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ T = TypeVar("T")
 NAME = "symbiosis_joint"
 """The attention implementation of a joint model."""
 INNER = ("sdpa", "eager")
-"""Implementations that are called row by row."""
+"""Implementations that are called client by client."""
 
 
 class JointError(Exception):
@@ -46,19 +47,23 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     Args:
         caches: the clients' caches, of equal structure (:func:`structure`).
-        attention: the clients' 2D attention masks, [1, L + 1] each, or None.
+        sizes: n of each client.
+        attention: the clients' 2D attention masks, [n, L + 1] each, or None.
         inner: the attention implementation of the clients' models.
     """
 
-    def __init__(self, caches: Sequence[Any], attention: Sequence[torch.Tensor | None], inner: str) -> None:
+    def __init__(
+        self, caches: Sequence[Any], sizes: Sequence[int], attention: Sequence[torch.Tensor | None], inner: str
+    ) -> None:
         self.layers = caches[0].layers  # for code that asks which layers have a sliding window
         self.layer_class_to_replicate = None
         self.offloading = False
         self.caches = caches
+        self.sizes = list(sizes)
         self.attention = attention
         self.inner = inner
         self.errors: dict[int, Exception] = {}
-        """Errors of single rows."""
+        """Errors of single clients, by their places in the walk."""
         self.was_updated = False
         """Whether the walk has changed the clients' caches."""
         self._kept: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
@@ -73,10 +78,11 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the new keys and values [N, H, 1, D] to the clients' caches, and return them as they are."""
         self.was_updated = True
-        found, count = [], len(self.caches)
-        rows = zip(self.caches, key_states.chunk(count), value_states.chunk(count), strict=True)
-        for row, (cache, key, value) in enumerate(rows):
-            found.append(self.for_row(row, cache.update, key, value, layer_idx) or (key, value))
+        found = []
+        keys, values = key_states.split_with_sizes(self.sizes), value_states.split_with_sizes(self.sizes)
+        clients = zip(self.caches, keys, values, strict=True)
+        for place, (cache, key, value) in enumerate(clients):
+            found.append(self.for_client(place, cache.update, key, value, layer_idx) or (key, value))
         self._kept = {id(key_states): (key_states, found)}
         return key_states, value_states
 
@@ -102,30 +108,31 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Give each client its new states, after the walk."""
         self.was_updated = self.was_updated or bool(self._states)
         for (kind, layer, number), states in self._states.items():
-            for row, (cache, state) in enumerate(zip(self.caches, states.chunk(len(states)), strict=True)):
-                self.for_row(row, getattr(cache.layers[layer], kind)[number].copy_, state)
+            for place, (cache, state) in enumerate(zip(self.caches, states.split_with_sizes(self.sizes), strict=True)):
+                self.for_client(place, getattr(cache.layers[layer], kind)[number].copy_, state)
 
     def _joint_state(self, kind: str, layer: int, number: int) -> torch.Tensor:
         states = torch.cat([getattr(cache.layers[layer], kind)[number] for cache in self.caches])
         self._states[kind, layer, number] = states
         return states
 
-    def drop(self, row: int, error: Exception) -> None:
-        """Ignore a failed client from now on; the results of its row are discarded."""
-        self.errors.setdefault(row, error)
+    def drop(self, place: int, error: Exception) -> None:
+        """Ignore a failed client from now on; the results of its rows are discarded."""
+        self.errors.setdefault(place, error)
 
-    def for_row(self, row: int, do: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """Do something for one client. If it fails, this row has failed and the others go on; the result is None."""
-        if row in self.errors:
+    def for_client(self, place: int, do: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """Do something for the client at a place. If it fails, this client has failed and the others go on; the result
+        is None."""
+        if place in self.errors:
             return None
         try:
             return do(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 (a client's cache or mask may raise anything)
-            self.errors[row] = error
+            self.errors[place] = error
             return None
 
     def of(self, key: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each client's keys and values [1, H, L, D], given what :meth:`update` returned last."""
+        """Return each client's keys and values [n, H, L, D], given what :meth:`update` returned last."""
         kept = self._kept.get(id(key))
         if kept is None:
             raise JointError("its attention changes the keys after they were cached")
@@ -149,17 +156,17 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """
         layer, make = self._masked_layer, AttentionMaskInterface._global_mapping[self.inner]
         masks: list[torch.Tensor | None] = []
-        for row, (cache, mask) in enumerate(zip(self.caches, self.attention, strict=True)):
+        for place, (cache, size, mask) in enumerate(zip(self.caches, self.sizes, self.attention, strict=True)):
             kv_length, kv_offset = cache.get_mask_sizes(1, layer)
             own = {
                 **given,
-                "batch_size": 1,
+                "batch_size": size,
                 "kv_length": kv_length,
                 "kv_offset": kv_offset,
                 "q_offset": cache.get_query_offset(layer),
                 "attention_mask": None if mask is None else mask.to(torch.bool),
             }
-            masks.append(self.for_row(row, make, **own))
+            masks.append(self.for_client(place, make, **own))
         return None if all(mask is None for mask in masks) else _Masks(masks)
 
     def attend(
@@ -169,10 +176,11 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         inner = _attention_of(module, self.inner)
         masks = mask.masks if isinstance(mask, _Masks) else [None] * len(self.caches)
         outputs = []
-        rows = zip(query.chunk(len(masks)), self.of(key), masks, strict=True)
-        for row, (one, (keys, values), own) in enumerate(rows):
-            found = self.for_row(row, inner, module, one, keys, values, own, **options)
-            outputs.append(value.new_zeros(1, 1, query.shape[1], value.shape[3]) if found is None else found[0])
+        clients = zip(query.split_with_sizes(self.sizes), self.of(key), masks, strict=True)
+        for place, (queries, (keys, values), own) in enumerate(clients):
+            found = self.for_client(place, inner, module, queries, keys, values, own, **options)
+            nothing = (len(queries), 1, query.shape[1], value.shape[3])
+            outputs.append(value.new_zeros(nothing) if found is None else found[0])
         return torch.cat(outputs)
 
 
@@ -230,8 +238,8 @@ _WITH_STATES = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, *_WITH_STATES)
 
 
-def structure(cache: Any) -> tuple[Any, ...] | str:
-    """Return what caches of one walk must have in common, or why a cache cannot be in any."""
+def structure(cache: Any, sequences: int) -> tuple[Any, ...] | str:
+    """Return what caches of one walk must have in common, or why a cache of so many sequences cannot be in any."""
     if type(cache) is not DynamicCache:
         return f"its cache is a {type(cache).__name__}"
     if cache.offloading or not cache.layers:
@@ -244,6 +252,9 @@ def structure(cache: Any) -> tuple[Any, ...] | str:
         if kind in _WITH_STATES:
             if layer.record_past or not all(layer.has_previous_state.values()):
                 return "its cache has no states yet, or keeps earlier ones"
-            states = (*layer.conv_states.values(), *layer.recurrent_states.values())
-            found += [(state.shape, state.dtype, state.device) for state in states if state is not None]
+            both = (*layer.conv_states.values(), *layer.recurrent_states.values())
+            states = [state for state in both if state is not None]
+            if any(len(state) != sequences for state in states):
+                return "its cache has states of another number of sequences"
+            found += [(state.shape[1:], state.dtype, state.device) for state in states]
     return tuple(found)

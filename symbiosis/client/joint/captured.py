@@ -133,7 +133,7 @@ class CapturedWalks:
         """Walk texts of different lengths in a pool, with empty rows between them, and compare the results."""
         if self._model.has_experts:
             raise JointError("its code reads on the host which experts have rows")
-        if any(structure(trial.cache) != (DynamicLayer,) * len(trial.cache.layers) for trial in trials):
+        if any(structure(trial.cache, 1) != (DynamicLayer,) * len(trial.cache.layers) for trial in trials):
             raise JointError("its cache has layers of other kinds than full attention")
         pool = Pool(self._like, 2 * len(trials), 2 * max(trial.cache.get_seq_length() for trial in trials))
         walk = self._walk_in(pool, [])
@@ -172,7 +172,7 @@ class CapturedWalks:
         if walk is None:
             return {}
         tokens = [(row, step.ids, step.position, step.attention) for row, step in placed]
-        names, ids = tuple([step.seat.name for _, step in placed]), walk.ids[: len(placed)]
+        parts, ids = {step.seat.name: 1 / len(placed) for _, step in placed}, walk.ids[: len(placed)]
         failed = False
 
         def run() -> Results:
@@ -189,7 +189,7 @@ class CapturedWalks:
                     self._refuse(error)
             return (ids,)
 
-        reply = self._here.submit(Call(self._key, Kind.DECODE, (ids,), names, run))
+        reply = self._here.submit(Call(self._key, Kind.DECODE, (ids,), parts, run))
         channel.flush()
         self._under_way = True
         try:
@@ -274,13 +274,15 @@ class CapturedWalks:
         length, attention, position = step.cache.get_seq_length(), step.attention, step.position
         if not length:
             return "its cache is empty"
+        if len(step.ids) != 1:
+            return "it decodes several sequences at once"
         if not {step.ids.dtype, position.dtype} <= {torch.int, torch.long} or position.device != self._device:
             return "its tokens or positions are not integers, or are on another device"
         if position.ndim != 2:
             return "its tokens have several positions each"
         if attention is not None and (attention.shape != (1, length + 1) or attention.device != self._device):
             return "its attention mask does not have a column for each token, or is on another device"
-        if any(layer is not DynamicLayer for layer in structure(step.cache)):
+        if any(layer is not DynamicLayer for layer in structure(step.cache, 1)):
             return "its cache is of another kind than DynamicCache"
         return None
 
@@ -316,7 +318,8 @@ class CapturedWalks:
     def _walk_in(self, pool: Pool, seats: Sequence[Walker]) -> CapturedWalk:
         clients: list[tuple[Adapted, dict[str, Slot]]] = [(seat.reading.adapted, seat.slots) for seat in seats]
         clients += [({}, {})] * (len(pool.texts) - len(seats))
-        walk = CapturedWalk(self._model, self._model.adapters(clients), pool, self._here, self._requester, self._device)
+        adapters = self._model.adapters(clients, [1] * len(clients))
+        walk = CapturedWalk(self._model, adapters, pool, self._here, self._requester, self._device)
         walk.kept = [tensor for seat in seats for tensor in seat.reading.tensors()]
         return walk
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -146,7 +147,7 @@ class Seat:
     def _prepare(self, inputs: Inputs, kwargs: dict[str, Any]) -> Step | str:
         """Return the step for a call, or why it walks alone."""
         ids, cache = inputs
-        layers = structure(cache)
+        layers = structure(cache, len(ids))
         if isinstance(layers, str):
             return layers
         reason = self._decoder.refusal or why_alone(ids, kwargs)
@@ -174,6 +175,7 @@ class Seat:
             if joint.moves_positions:
                 return "positions of its own"
             position = torch.full((1, 1), cache.get_seq_length(), device=ids.device)  # without waiting for a device
+        position = position.expand(*position.shape[:-2], *ids.shape)
         reply = asyncio.get_running_loop().create_future()
         common = (*layers, *position.shape[:-2])
         return Step(self, ids, position, kwargs.get("attention_mask"), cache, common, reply)
@@ -190,7 +192,8 @@ class JointDecoder:
         may_join: returns whether the policy lets a client, given its name, take part in a walk now.
         walked: told of each token: the client's name, and why it walked alone, or None.
         here: the executor, if it is in this process and its base layers can be part of a captured walk.
-        exact: compute the adapters' products row by row; otherwise in batches.
+        exact: compute the adapters' products client by client; otherwise in batches.
+        most_rows: most rows of a joint walk.
     """
 
     def __init__(
@@ -201,6 +204,7 @@ class JointDecoder:
         here: Here | None = None,
         *,
         exact: bool,
+        most_rows: float = math.inf,
     ) -> None:
         self.refusal: str | None = _NOT_YET
         """Why no client can be walked jointly, or None."""
@@ -219,14 +223,14 @@ class JointDecoder:
         """None while :attr:`refusal` says why."""
         self._requester = Requester()
         self._stream: RandomStream | None = None
-        self.turn = Turn(self._walk_together)
+        self.turn = Turn(self._walk_together, most_rows)
         self._walking: Sequence[Step] = ()
         """Steps of the joint walk under way."""
         self._cache: JointCache | None = None
-        """The cache of these steps, by row; None while a captured walk serves some of them."""
+        """The cache of these steps; None while a captured walk serves some of them."""
         self._task: asyncio.Task[None] | None = None
         self._seated: tuple[Any, ...] = ()
-        """Seats and versions of the readings whose adapters the joint model has."""
+        """Seats, versions of the readings whose adapters the joint model has, and numbers of rows."""
         self._opened = False
         self._failed = False
         """Whether no channel could be opened. A further client that joins may show that it is possible again."""
@@ -314,8 +318,10 @@ class JointDecoder:
         """Walk by the model's own code."""
         assert self._stream is not None
         self._walking = steps
-        self._cache = cache = model.cache([step.cache for step in steps], [step.attention for step in steps])
-        self._requester.joint = tuple([step.seat.name for step in steps])
+        sizes = [len(step.ids) for step in steps]
+        attention = [step.attention for step in steps]
+        self._cache = cache = model.cache([step.cache for step in steps], sizes, attention)
+        self._requester.joint = {step.seat.name: size / sum(sizes) for step, size in zip(steps, sizes, strict=True)}
         try:
             outputs = await run_apart(self._stream, channel, self._walk, model, steps, cache)
             _give(zip(steps, outputs, strict=True))
@@ -325,17 +331,18 @@ class JointDecoder:
     @torch.no_grad()
     def _walk(self, model: JointModel, steps: Sequence[Step], cache: JointCache) -> list[Any]:
         """Return each client's output, or its error."""
-        seated = tuple([(step.seat, step.seat.version) for step in steps])
+        seated = tuple([(step.seat, step.seat.version, len(step.ids)) for step in steps])
         if seated != self._seated:
-            model.seat(model.adapters([(step.seat.reading.adapted, step.seat.slots) for step in steps]))
+            clients = [(step.seat.reading.adapted, step.seat.slots) for step in steps]
+            model.seat(model.adapters(clients, cache.sizes))
             self._seated = seated
         ids, positions = torch.cat([step.ids for step in steps]), torch.cat([step.position for step in steps], -2)
         output = model.forward(cache, ids, positions)
         cache.keep_states()
-        logits = output.logits
+        logits = output.logits.split_with_sizes(cache.sizes)
         return [
-            cache.errors.get(row) or type(output)(logits=logits[row : row + 1].clone(), past_key_values=step.cache)
-            for row, step in enumerate(steps)
+            cache.errors.get(place) or type(output)(logits=logits[place].clone(), past_key_values=step.cache)
+            for place, step in enumerate(steps)
         ]
 
     async def _open(self) -> None:

@@ -98,12 +98,10 @@ def why_alone(ids: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
         return "the argument attention_mask"
     if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
         return "the argument use_cache or return_dict"
-    if ids.shape[0] != 1:
-        return "several sequences at once"
     position = kwargs.get("position_ids")
     if position is None and attention is not None and not attention.all():
         return "a mask without positions"
-    if position is not None and (position.ndim > 3 or position.shape[-2:] != (1, 1)):
+    if position is not None and (position.ndim > 3 or position.shape[-2:] not in ((1, 1), ids.shape)):
         return "positions of another shape"
     if in_modes():
         return "a torch mode, such as autocast or a hook"

@@ -46,9 +46,9 @@ class JointModel:
         self.has_experts = any(isinstance(module, VirtExperts) for module in skeleton.modules())
         self.moves_positions = any(hasattr(module, "rope_deltas") for module in skeleton.modules())
 
-    def adapters(self, clients: Sequence[tuple[Adapted, Mapping[str, Slot]]]) -> dict[str, Any]:
-        """Return the adapters of a walk, given each row's, for :meth:`seat`."""
-        return adapters_of(self._layers, clients)
+    def adapters(self, clients: Sequence[tuple[Adapted, Mapping[str, Slot]]], sizes: Sequence[int]) -> dict[str, Any]:
+        """Return the adapters of a walk, given each client's and its number of rows, for :meth:`seat`."""
+        return adapters_of(self._layers, clients, sizes)
 
     def seat(self, adapters: Mapping[str, Any]) -> dict[str, Any]:
         """Take the adapters of the next walk, and return those of the last one."""
@@ -66,9 +66,11 @@ class JointModel:
         finally:
             self.seat(before)
 
-    def cache(self, caches: Sequence[Any], attention: Sequence[torch.Tensor | None]) -> JointCache:
-        """Return the caches of the clients of a walk, and their masks [1, L + 1] or None, as one."""
-        return JointCache(caches, attention, self._inner)
+    def cache(
+        self, caches: Sequence[Any], sizes: Sequence[int], attention: Sequence[torch.Tensor | None]
+    ) -> JointCache:
+        """Return the caches of the clients of a walk, n rows each, and their masks [n, L + 1] or None, as one."""
+        return JointCache(caches, sizes, attention, self._inner)
 
     def forward(self, cache: WalkCache, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """Return the model's output for tokens [N, 1] at positions [N, 1], or [K, N, 1] if a token has K of them."""
@@ -94,7 +96,7 @@ class JointModel:
         for length in (4, 6):
             ids = torch.arange(length, device=device)[None] * 7 % vocabulary
             cache = model(input_ids=ids, use_cache=True).past_key_values
-            if isinstance(reason := structure(cache), str):
+            if isinstance(reason := structure(cache, 1), str):
                 raise JointError(reason)
             caches.append(copy.deepcopy(cache))
             before = copy.deepcopy(cache)
@@ -103,11 +105,11 @@ class JointModel:
             if output.keys() - {"logits", "past_key_values"}:
                 raise JointError("its model has other results than logits")
             trials.append(Trial(before, token, position, output.logits))
-            # A client that gives no position leaves it to the model.
+            # A client that gives no position leaves it to the model. Rows of others in a batch change the last bits.
             usual = model(input_ids=token, past_key_values=copy.deepcopy(before), use_cache=True).logits
-            self.moves_positions = self.moves_positions or not torch.equal(usual, output.logits)
+            self.moves_positions = self.moves_positions or trials[-1].differs(usual, fp32=1e-4, others=0.01)
         model.config._attn_implementation = NAME
-        joint = self.cache(caches, [None, None])
+        joint = self.cache(caches, [1, 1], [None, None])
         tokens, positions = torch.cat([token, token]), torch.cat([trial.position for trial in trials])
         together = self.forward(joint, tokens, positions).logits
         joint.keep_states()
@@ -128,9 +130,14 @@ class Trial(NamedTuple):
 
     def compare(self, logits: torch.Tensor) -> None:
         """Raise JointError if these logits [1, 1, vocabulary] differ by more than rounding."""
-        tolerance = 1e-4 if self.logits.dtype is torch.float32 else 0.05
-        if not (logits - self.logits).abs().max() <= tolerance * self.logits.abs().max():  # of NaN, this is false, too
+        if self.differs(logits, fp32=1e-4, others=0.05):
             raise JointError("its model gives other results for several rows")
+
+    def differs(self, logits: torch.Tensor, *, fp32: float, others: float) -> bool:
+        """Return whether logits [1, 1, vocabulary] differ by more than a part of the largest: one for fp32, and one for
+        other dtypes."""
+        part = fp32 if self.logits.dtype is torch.float32 else others
+        return not (logits - self.logits).abs().max() <= part * self.logits.abs().max()  # of NaN, it is true, too
 
 
 def _check(model: Any) -> None:

@@ -157,23 +157,26 @@ class StackRows:
 
     Args:
         stack: where their adapters are.
-        members: row, slot, and LoRA's factor of each.
+        members: rows, slot, and LoRA's factor of each client, in the order of rows.
         count: N.
     """
 
-    def __init__(self, stack: Stack, members: Sequence[tuple[int, int, float]], count: int) -> None:
-        rows, slots = [row for row, _, _ in members], [slot for _, slot, _ in members]
-        used = max(slots) + 1
+    def __init__(self, stack: Stack, members: Sequence[tuple[range, int, float]], count: int) -> None:
+        rows, slots = [row for mine, _, _ in members for row in mine], [slot for _, slot, _ in members]
+        used, most = max(slots) + 1, max(len(mine) for mine, _, _ in members)
         self._a, self._b = stack.transposed(used)
         device = self._a.device
-        self._first = rows[0]
-        self._in_order = slots == list(range(used)) and rows == list(range(rows[0], rows[0] + used))
+        self._shape = used, most, -1
+        self._first, self._count = rows[0], used * most
+        self._in_order = slots == list(range(used)) and rows == list(range(rows[0], rows[0] + used * most))
         if not self._in_order:
-            by_slot = dict(zip(slots, rows, strict=True))
-            self._row_of_slot = torch.tensor([by_slot.get(slot, rows[0]) for slot in range(used)], device=device)
-            self._slots = torch.tensor(slots, device=device)
+            places = [slot * most + number for mine, slot, _ in members for number in range(len(mine))]
+            row_at = dict(zip(places, rows, strict=True))
+            self._row_at = torch.tensor([row_at.get(place, rows[0]) for place in range(used * most)], device=device)
+            self._places = torch.tensor(places, device=device)
             self._rows = torch.tensor(rows, device=device)
-        self._scaling = torch.tensor([[[factor]] for _, _, factor in members], dtype=self._a.dtype, device=device)
+        factors = [[factor] for mine, _, factor in members for _ in mine]
+        self._scaling = torch.tensor(factors, dtype=self._a.dtype, device=device)
         self.is_whole = len(rows) == count
 
     @property
@@ -181,15 +184,13 @@ class StackRows:
         return self._a.dtype
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the adapters add to their rows, [rows, 1, o], given x [N, 1, i] in their precision."""
-        if self._in_order:
-            x = x[self._first : self._first + len(self._a)]
-            return torch.bmm(torch.bmm(x, self._a), self._b).mul_(self._scaling)
-        z = torch.bmm(torch.bmm(x.index_select(0, self._row_of_slot), self._a), self._b)
-        return z.index_select(0, self._slots).mul_(self._scaling)
+        """Return what the adapters add to their rows, [rows, o], given x [N, i] in their precision."""
+        x = x[self._first : self._first + self._count] if self._in_order else x.index_select(0, self._row_at)
+        z = torch.bmm(torch.bmm(x.view(self._shape), self._a), self._b).flatten(0, 1)
+        return (z if self._in_order else z.index_select(0, self._places)).mul_(self._scaling)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        """Write the product to its rows of ``total`` [N, 1, o], whose precision is at least that of the product."""
+        """Write the product to its rows of ``total`` [N, o], whose precision is at least that of the product."""
         product = self.product(x)
         if self._in_order:
             total[self._first : self._first + len(product)] = product

@@ -19,10 +19,12 @@ class Turn:
 
     Args:
         together: begins a walk for several steps; :meth:`ended` is to be called after it.
+        most_rows: most rows of a joint walk.
     """
 
-    def __init__(self, together: Callable[[Sequence[Step]], object]) -> None:
+    def __init__(self, together: Callable[[Sequence[Step]], object], most_rows: float) -> None:
         self._together = together
+        self._most_rows = most_rows
         self._waiting: list[Step] = []
         self._under_way = 0
         """Walks under way, joint or not."""
@@ -85,9 +87,19 @@ class Turn:
         if self._under_way or not waiting:
             return
         self._waiting = [step for step in self._waiting if step.reply.done()]
-        (structure, count), *_ = Counter([step.structure for step in waiting]).most_common(1)
-        steps = [step for step in waiting if count > 1 and step.structure == structure]
-        self.apart([step for step in waiting if step not in steps], "no other client was ready")
+        (structure, _), *_ = Counter([step.structure for step in waiting]).most_common(1)
+        steps: list[Step] = []
+        others, rows = "no other client was ready", 0
+        for step in waiting:
+            if step.structure == structure:
+                if rows + len(step.ids) <= self._most_rows:
+                    steps.append(step)
+                    rows += len(step.ids)
+                else:
+                    others = f"a joint walk has up to {self._most_rows:g} rows"
+        if len(steps) == 1:
+            steps = []
+        self.apart([step for step in waiting if step not in steps], others)
         if steps:
             self.began()
             self._together(steps)
