@@ -217,6 +217,8 @@ def _try_layers(model: torch.nn.Module, config: Any, requester: Requester) -> No
                 )
             if not isinstance(base, VirtLayer) or isinstance(base, VirtExperts):
                 continue
+            if any(parameter.is_meta for parameter in layer.parameters()):
+                continue  # low_cpu_mem_usage: values are loaded later; until then results are uninitialised memory
             tried.add(type(layer))
             training = layer.training
             layer.eval()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,27 @@ async def test_an_adapter_that_needs_base_weights_is_not_loaded(tmp_path: Any) -
     async with symbiosis.Executor(copy.deepcopy(model)) as executor, executor.client() as client:
         with pytest.raises(PlaceholderError, match="init_lora_weights='pissa' factors the base weights"):
             client.load_adapter(tmp_path)
+
+
+@pytest.fixture
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("uninitialised_memory_is_nan")
+async def test_an_adapter_without_values_is_loaded(tmp_path: Path) -> None:
+    """With ``low_cpu_mem_usage``, an adapter is on the meta device until it is loaded. torch's product of rows with it
+    is uninitialised memory."""
+    model, load = tiny_model(), peft.PeftModel.from_pretrained
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(init_lora_weights=False, **ON))
+    adapted.save_pretrained(str(tmp_path))
+    async with symbiosis.Executor(model) as executor, executor.client() as client:
+        loaded = load(client.model, str(tmp_path), low_cpu_mem_usage=True)
+        logits = (await client.run(loaded, input_ids=IDS)).logits
+    torch.testing.assert_close(logits, adapted.eval()(input_ids=IDS).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:PiSSA changes the base weights:UserWarning")
