@@ -7,12 +7,15 @@ number. :mod:`symbiosis.client.placeholders` explains what else a VirtLayer's pl
 
 A parameter of either sort becomes the tenant's own copy when the tenant makes it trainable or writes to it
 (``modules_to_save``, ``bias="all"``, an unfrozen norm, a loaded adapter with biases). No other tenant sees the change.
+A parameter that is made from it (``nn.Parameter(w)``) is such a copy.
 Writes that bypass the parameter's own methods (``.data.mul_``, a view's ``w[0].zero_()``, ``out=w``,
 ``torch._foreach_*``) are not noticed, and reach the memory that all tenants of the process share.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import sys
 import weakref
@@ -158,6 +161,22 @@ class SharedParameter(nn.Parameter):
         """Pickle as a plain parameter: values shared in memory cannot stay shared in a file."""
         return nn.Parameter(self.data, requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+
+_new = nn.Parameter.__new__
+
+
+@functools.wraps(_new)
+def _new_unshared(cls: type[nn.Parameter], data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
+    """Make a parameter. If it is made from a shared one, it is the tenant's own copy, so no write to it reaches another
+    tenant. torch alone would call ``detach``, and refuse its result, because that is a plain tensor."""
+    if not isinstance(data, SharedParameter):
+        return _new(cls, data, requires_grad)
+    made = copy.copy(data)
+    made.make_own()
+    return made.requires_grad_(requires_grad)
+
+
+nn.Parameter.__new__ = staticmethod(_new_unshared)  # type: ignore[method-assign,assignment]
 
 _idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models of clients whose last forward pass of training had nothing to train."""

@@ -920,8 +920,14 @@ def _epsilon(model: Any) -> None:
     model.base_model.model.model.norm.variance_epsilon = 0.5
 
 
+def _new_weight(model: Any) -> None:
+    norm = model.base_model.model.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight, requires_grad=False)
+    norm.weight.data.mul_(2)
+
+
 @pytest.mark.parametrize("mode", ["exact", "fast"])
-@pytest.mark.parametrize("change", [_rescale, _crop, _share, _flatten, _half, _frequencies, _epsilon])
+@pytest.mark.parametrize("change", [_rescale, _crop, _share, _flatten, _half, _frequencies, _epsilon, _new_weight])
 async def test_what_a_tenant_does_to_its_own_model_takes_effect(change: Callable[[Any], None], mode: str) -> None:
     base = model_of("llama")
     plain_base = copy.deepcopy(base)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import symbiosis
-from symbiosis.client.parameters import SharedParameter, placeholder, shared_parameter
+from symbiosis.client.parameters import SharedParameter, fetch_of, placeholder, shared_parameter
 from symbiosis.errors import PlaceholderError, UsageError
 from tests.helpers import BATCH, IDS, in_thread, lora
 
@@ -229,6 +229,46 @@ def test_a_shallow_copy_is_shared_too() -> None:
         copied.mul_(3)
     assert torch.equal(original, ORIGINAL)
     assert torch.equal(parameter, ORIGINAL)
+
+
+def by_training(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.ones(2, 3)
+    torch.optim.SGD([parameter], lr=1.0).step()
+
+
+@pytest.mark.parametrize("write", [by_training, lambda p: p.data.mul_(2), lambda p: p.detach()[0].add_(1)])
+@pytest.mark.parametrize("kind", ["shared", "placeholder"])
+def test_a_parameter_made_from_a_shared_one_is_the_tenants_own(
+    kind: str, write: Callable[[nn.Parameter], object]
+) -> None:
+    original, parameter = make(kind)
+    made = nn.Parameter(parameter)
+    assert made.requires_grad
+    assert torch.equal(made, ORIGINAL)
+    write(made)
+    assert not torch.equal(made, ORIGINAL)
+    assert torch.equal(original, ORIGINAL)
+    assert not parameter.own
+    again = nn.Parameter(made, requires_grad=False)  # of one's own, torch makes no copy
+    assert again.data_ptr() == made.data_ptr()
+    assert not again.requires_grad
+
+
+async def test_what_makes_parameters_of_a_models_weights(base: Any) -> None:
+    weight = base.get_input_embeddings().weight.detach().clone()
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        embeddings = client.model.get_input_embeddings()
+        for source in (embeddings.weight, client.model.state_dict()["model.embed_tokens.weight"]):
+            assert torch.equal(nn.Embedding.from_pretrained(source).weight, weight)
+        norm = nn.utils.parametrizations.weight_norm(client.model.model.norm)
+        torch.testing.assert_close(norm.weight, base.model.norm.weight)
+
+
+def test_a_parameter_made_from_a_weight_that_stays_with_the_executor() -> None:
+    meta = torch.empty(2, 3, device="meta")
+    hole = placeholder(meta.shape, meta.dtype, torch.device("cpu"), fetch_of(meta, "lm_head"))
+    with pytest.raises(PlaceholderError, match="lm_head: its weight stays with the executor"):
+        nn.Parameter(hole)
 
 
 @contextlib.asynccontextmanager
