@@ -52,8 +52,8 @@ class ClientStatistics(NamedTuple):
     mean_batch: float
     """Size of the batch of a request in requests, averaged over the client's requests."""
     joint: int = 0
-    """Tokens that the client decoded in walks with other clients. Tokens of several sequences that it decodes at once count
-    as one. For clients in this process."""
+    """Tokens that the client decoded in walks with other clients. Tokens of several sequences that it decodes at once
+    count as one. For clients in this process."""
     alone: Mapping[str, int] = {}
     """Tokens that it decoded by itself, by the reason, counted likewise. For clients in this process."""
     tokens: Mapping[str, float] = {}
