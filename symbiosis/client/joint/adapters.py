@@ -7,6 +7,9 @@
 
 In both, what LoRA adds is added in its own precision and rounded once, as in PEFT.
 
+Other adapters run their own code for their client's rows, in a greenlet that is suspended where the code calls the base
+layer, so that the base layer runs once for the rows of all clients.
+
 Legend: N rows; n rows of one client; i in_features; o out_features; r rank.
 """
 
@@ -15,17 +18,22 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from greenlet import getcurrent, greenlet
 from peft.tuners.ia3 import layer as ia3
 from torch.nn import functional as F
 
+from symbiosis.client.joint.attention import JointCache, walk
 from symbiosis.client.joint.stacks import Slot, Stack, StackRows
 from symbiosis.client.virtlayer import VirtConv1D, VirtLinear
+from symbiosis.core.requests import Key
 
+Request = Callable[[Key, torch.Tensor], tuple[torch.Tensor, ...]]
 Adapted = Mapping[str, tuple[Any, str]]
-"""A client's tuner layers and the names of their active adapters, by the name of the module that they wrap."""
+"""A client's tuner layers and the names of their active adapters, by the name of the module that they wrap. An empty
+name stands for a layer whose own code is to run."""
 
 
 class RowAdapters:
@@ -42,6 +50,7 @@ class RowAdapters:
     ) -> None:
         self._sizes = list(sizes)
         self._one_by_one: list[tuple[int, Any, Any, Mapping[str, float], str]] = []
+        self._own: list[tuple[int, Any]] = []
         self._before: list[tuple[int, Any, str]] = []
         self._after: list[tuple[int, Any, str]] = []
         stacks: dict[Stack, list[tuple[range, int, float]]] = {}
@@ -50,7 +59,9 @@ class RowAdapters:
             if found is None:
                 continue
             layer, name = found
-            if isinstance(layer, ia3.Linear):
+            if not name:
+                self._own.append((place, layer))
+            elif isinstance(layer, ia3.Linear):
                 (self._before if layer.is_feedforward else self._after).append((place, layer.ia3_l, name))
             elif slot is None:
                 self._one_by_one.append((place, layer.lora_A[name], layer.lora_B[name], layer.scaling, name))
@@ -59,14 +70,56 @@ class RowAdapters:
                 stacks.setdefault(slot.stack, []).append((rows, slot.number, layer.scaling[name]))
         self._groups = [StackRows(stack, members, ends[-1]) for stack, members in stacks.items()]
 
-    def __call__(self, x: torch.Tensor, base: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return the layer's results for x, [N, …, i] → [N, …, o], given what the base layer does."""
-        y = base(self._scaled(x, self._before) if self._before else x)
-        if self._after:
-            y = self._scaled(y, self._after)
-        if self._one_by_one:
-            y = self._with_rows(x, y)
-        return self._with_groups(x, y) if self._groups else y
+    def __call__(self, x: torch.Tensor, base: Callable[[torch.Tensor], torch.Tensor], request: Request) -> torch.Tensor:
+        """Return the layer's results for x, [N, …, i] → [N, …, o].
+
+        Args:
+            x: the rows.
+            base: what the base layer does.
+            request: sends a request for the base layer, as :meth:`~symbiosis.client.virtlayer.VirtLayer.request` does.
+        """
+        given = self._scaled(x, self._before) if self._before else x
+        running: dict[int, _OwnCode] = {}
+        try:
+            if self._own:
+                given = self._begun(x, given, base, request, running)
+            y = base(given)
+            if self._after:
+                y = self._scaled(y, self._after)
+            if self._one_by_one:
+                y = self._with_rows(x, y)
+            if self._groups:
+                y = self._with_groups(x, y)
+            return self._ended(y, running) if running else y
+        finally:
+            for code in running.values():
+                code.close()
+
+    def _begun(
+        self,
+        x: torch.Tensor,
+        given: torch.Tensor,
+        base: Callable[[torch.Tensor], torch.Tensor],
+        request: Request,
+        running: dict[int, _OwnCode],
+    ) -> torch.Tensor:
+        """Begin the own code of clients, and return what the base layer gets."""
+        rows, inputs, changed = x.split_with_sizes(self._sizes), list(given.split_with_sizes(self._sizes)), False
+        for place, layer in self._own:
+            code = running[place] = _OwnCode(place, layer, base, request)
+            found = code.begin(rows[place])
+            if found is not None and found is not rows[place]:
+                inputs[place], changed = found, True
+        return torch.cat(inputs) if changed else given  # layers with the same input share a request
+
+    def _ended(self, y: torch.Tensor, running: Mapping[int, _OwnCode]) -> torch.Tensor:
+        """Return y with the results of clients' own code, which gets the base layer's."""
+        results = list(y.split_with_sizes(self._sizes))
+        for place, code in running.items():
+            found = code.end(results[place])
+            if found is not None:
+                results[place] = found
+        return torch.cat(results)
 
     def _scaled(self, x: torch.Tensor, vectors: Sequence[tuple[int, Any, str]]) -> torch.Tensor:
         """Return x with the rows of IA3 clients scaled."""
@@ -105,6 +158,60 @@ class RowAdapters:
         return (y + added.view(y.shape)).to(y.dtype)
 
 
+class _OwnCode:
+    """The forward pass of one client's tuner layer, which is suspended where it calls the base layer.
+
+    The base layer is replaced only while the code runs: if the client's operation is cancelled, its model may be in use
+    again before the walk ends. An error is the client's alone.
+    """
+
+    def __init__(self, place: int, layer: Any, base: Callable[[torch.Tensor], torch.Tensor], request: Request) -> None:
+        self._place, self._layer, self._base, self._request = place, layer, base, request
+        self._code = greenlet(layer)
+        self._result: torch.Tensor | None = None
+
+    def begin(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Start it with the client's rows, and return the rows for the base layer. None if it needs no base layer, or
+        has failed."""
+        found = self._run(x)
+        if not self._code.dead:
+            return found
+        self._result = found
+        return None
+
+    def end(self, y: torch.Tensor) -> torch.Tensor | None:
+        """Return its result, given the base layer's; None if it has failed."""
+        found = self._result if self._code.dead else self._run(y)
+        while found is not None and not self._code.dead:
+            found = self._run(self._base(found))
+        return found
+
+    def close(self) -> None:
+        """End it if it is suspended still, as after an error of the walk."""
+        if not self._code.dead:
+            self._code.throw()
+
+    def _run(self, given: Any) -> torch.Tensor | None:
+        """Run it until it ends or calls the base layer, and return its result or the rows for the base layer."""
+        base, cache = self._layer.get_base_layer(), cast(JointCache, walk.get())
+        while True:
+            base.__dict__["forward"] = base.__dict__["request"] = _suspended
+            try:
+                found: Any = cache.for_client(self._place, self._code.switch, given)
+            finally:
+                del base.__dict__["forward"], base.__dict__["request"]
+            if found is None or self._code.dead:
+                return found  # type: ignore[no-any-return]
+            if len(found) == 1:
+                return found[0]  # type: ignore[no-any-return]
+            given = self._request(*found)
+
+
+def _suspended(*given: Any) -> Any:
+    """Stand for the base layer in the own code of an adapter: hand its arguments to the walk."""
+    return getcurrent().parent.switch(given)
+
+
 class _JointLayer:
     """Behaviour of the joint model's layers; ``adapters`` are those of the present walk."""
 
@@ -112,7 +219,7 @@ class _JointLayer:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         base = super().forward  # type: ignore[misc]
-        return base(x) if self.adapters is None else self.adapters(x, base)
+        return base(x) if self.adapters is None else self.adapters(x, base, self.request)  # type: ignore[attr-defined]
 
 
 class EmbeddingAdapters(NamedTuple):

@@ -276,6 +276,8 @@ class CapturedWalks:
             return "its cache is empty"
         if len(step.ids) != 1:
             return "it decodes several sequences at once"
+        if step.seat.reading.runs_own_code:
+            return "the code of its adapter is not known"
         if not {step.ids.dtype, position.dtype} <= {torch.int, torch.long} or position.device != self._device:
             return "its tokens or positions are not integers, or are on another device"
         if position.ndim != 2:

@@ -1,7 +1,7 @@
 """Reads which adapter a client's model has, and notices changes.
 
-A client takes part in joint walks only if its model is the shared skeleton with one active adapter whose effect on a
-row is known. Everything else walks alone. :meth:`Reading.is_current` is asked before each token, so that a client may
+A client takes part in joint walks only if its model is the shared skeleton with adapters around base layers and
+embeddings. Everything else walks alone. :meth:`Reading.is_current` is asked before each token, so that a client may
 train, switch or disable its adapter, or add a hook, between two tokens. Numbers among the attributes of modules, and a
 replaced ``forward``, are compared at the first token of each operation.
 """
@@ -30,6 +30,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 from transformers.utils import output_capturing
 
+from symbiosis.client.experts import VirtExperts
 from symbiosis.client.joint.stacks import parameters_of
 from symbiosis.client.parameters import SharedParameter, times_owned, values_of
 from symbiosis.client.virtlayer import VirtLayer, VirtModule
@@ -52,7 +53,8 @@ class Reading:
     Attributes:
         reason: why the client walks alone, or None.
         adapted: the tuner layers whose active adapter has an effect, and its name, by the name of the module that they
-            wrap.
+            wrap; an empty name if what the adapter does is not known, so that its own code is to run.
+        runs_own_code: whether there are such adapters.
     """
 
     def __init__(self, model: Any, reference: Any, settings: Mapping[str, Any]) -> None:
@@ -64,7 +66,7 @@ class Reading:
         self._embedding = reference.get_input_embeddings()
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
         """Modules that are not of an adapter, and those of the skeleton."""
-        self._tuners: list[tuple[dict[str, Any], bool, Any]] = []
+        self._tuners: list[tuple[Any, bool, Any]] = []
         self._shared: list[SharedParameter] = []
         self._states: list[dict[str, Any]] = []
         """Attributes of all modules."""
@@ -75,6 +77,7 @@ class Reading:
         """Children and parameters of all modules."""
         self._hooks: list[Mapping[int, Any]] = []
         self.reason: str | None = None
+        self.runs_own_code = False
         self._passing = False
         """Whether the reason, such as training mode, can end without a change that :meth:`is_current` detects."""
         try:
@@ -96,7 +99,7 @@ class Reading:
         found = {
             name: parameters_of(layer, adapter)
             for name, (layer, adapter) in self.adapted.items()
-            if isinstance(layer, lora.Linear)
+            if adapter and isinstance(layer, lora.Linear)
         }
         uses = Counter(id(parameter) for pair in found.values() for parameter in pair)
         return {name: pair for name, pair in found.items() if all(uses[id(parameter)] == 1 for parameter in pair)}
@@ -122,10 +125,8 @@ class Reading:
             self._seen = changes
         if self._passing or any(map(_training, self._dropouts)) or vars(self._config) != self._settings:
             return False
-        for state, disabled, active in self._tuners:
-            if state["_disable_adapters"] is not disabled or state["_active_adapter"] != active:
-                return False
-            if state["merged_adapters"]:
+        for layer, disabled, active in self._tuners:
+            if layer._disable_adapters is not disabled or layer._active_adapter != active or layer.merged_adapters:
                 return False
         for state, name, value in self._scalings:
             if state["scaling"].get(name) != value:
@@ -211,43 +212,27 @@ class Reading:
                 self._buffers.append(buffer)
 
     def _read_tuner(self, name: str, layer: Any) -> None:
-        state = layer.__dict__
-        if type(layer) not in _KINDS:
-            raise _WalksAloneError(f"the adapter {type(layer).__module__.split('.')[-2]} {type(layer).__name__}")
-        self._tuners.append((state, state["_disable_adapters"], state["_active_adapter"]))
+        self._tuners.append((layer, layer._disable_adapters, layer._active_adapter))
         if layer.merged_adapters:
             raise _WalksAloneError("a merged adapter")
-        if layer.disable_adapters:
+        if layer.disable_adapters or name in self.adapted:  # the code of an adapter around this one runs it
             return
-        base = layer.base_layer
-        if isinstance(base, BaseTunerLayer):
-            raise _WalksAloneError("an adapter on an adapter")
-        active = [adapter for adapter in layer.active_adapters if adapter in _parts(layer)]
-        if len(active) > 1:
-            raise _WalksAloneError("several active adapters")
-        if not active:
-            return
-        (adapter,) = active
-        if isinstance(layer, (lora.Linear, lora.Embedding)):
-            if adapter in layer.lora_variant:
-                raise _WalksAloneError("a variant of LoRA")
-            if isinstance(layer, lora.Linear):
-                parts: list[Any] = [layer.lora_A[adapter], layer.lora_B[adapter]]
-                if any(type(part) is not nn.Linear or part.bias is not None for part in parts):
-                    raise _WalksAloneError("LoRA with other layers or a bias")
-                a, b = parameters_of(layer, adapter)
-                if a.dtype is not b.dtype or a.device != b.device or a.shape[:1] != b.shape[1:]:
-                    raise _WalksAloneError("LoRA whose A and B do not fit")
-            if not getattr(layer, "cast_input_dtype_enabled", True):
-                raise _WalksAloneError("LoRA without casts")
-        if not isinstance(layer, lora.Embedding) and (not isinstance(base, VirtLayer) or isinstance(base, VirtModule)):
+        base = layer.get_base_layer()
+        if not isinstance(base, (VirtLayer, nn.Embedding)) or isinstance(base, (VirtModule, VirtExperts)):
             raise _WalksAloneError(f"an adapter on {type(base).__name__}, which is no base layer")
-        if isinstance(layer, lora.Linear):
-            self._scalings.append((state, adapter, layer.scaling[adapter]))
+        if any(getattr(layer, "sample_at_inference", {}).values()):
+            raise _WalksAloneError("an adapter that draws random numbers")
+        adapter = _known(layer)
+        if adapter is None:
+            return
+        if not adapter:
+            self.runs_own_code = True
+        elif isinstance(layer, lora.Linear):
+            self._scalings.append((layer.__dict__, adapter, layer.scaling[adapter]))
             pair = layer.lora_A[adapter], layer.lora_B[adapter]
             self._parameters += [(part._parameters, "weight") for part in pair]
         elif isinstance(layer, lora.Embedding):
-            self._scalings.append((state, adapter, layer.scaling[adapter]))
+            self._scalings.append((layer.__dict__, adapter, layer.scaling[adapter]))
             self._parameters += [
                 (part._parameters, adapter) for part in (layer.lora_embedding_A, layer.lora_embedding_B)
             ]
@@ -309,6 +294,27 @@ def _has_effect(hooks: Mapping[int, Any]) -> bool:
 def _alike(one: type[Any], reference: type[Any]) -> bool:
     """Return whether a module's class is the skeleton's, which the joint model extends."""
     return issubclass(reference, one) or (issubclass(one, VirtModule) and one.__bases__ == reference.__bases__)
+
+
+def _known(layer: Any) -> str | None:
+    """Return the active adapter of a tuner layer if what it does to a row is known; None if there is no such adapter,
+    and an empty text if the layer's own code must run."""
+    if type(layer) not in _KINDS or isinstance(layer.base_layer, BaseTunerLayer):
+        return ""
+    active = [adapter for adapter in layer.active_adapters if adapter in _parts(layer)]
+    if not active:
+        return None
+    (adapter, *more) = active
+    if more or (not isinstance(layer, ia3.Linear) and adapter in layer.lora_variant):
+        return ""
+    if isinstance(layer, lora.Linear):
+        parts: list[Any] = [layer.lora_A[adapter], layer.lora_B[adapter]]
+        if any(type(part) is not nn.Linear or part.bias is not None for part in parts):
+            return ""
+        a, b = parameters_of(layer, adapter)
+        if a.dtype is not b.dtype or a.device != b.device or a.shape[:1] != b.shape[1:]:
+            return ""
+    return adapter if getattr(layer, "cast_input_dtype_enabled", True) else ""
 
 
 def _parts(layer: Any) -> Any:

@@ -1,0 +1,179 @@
+"""Joint decoding with each PEFT method that a client can have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from symbiosis import Executor
+from tests.client.test_joint import OPTIONS, assert_equal, generate, model_of, plain, ready, text, texts
+from tests.client.test_methods import AGREE, CLOSE
+from tests.helpers import LOGITS, lora
+
+ALONE = {
+    "activated-lora": "forward hooks",
+    "lora-replicated-layers": "a configuration of its own",
+    "ln-tuning": "an adapter on LlamaRMSNorm, which is no base layer",
+    "adaption-prompt": "AdaptedAttention in place of LlamaAttention at model.layers.0.self_attn",
+}
+"""Methods whose clients walk alone, and why."""
+PROMPTS = ("prompt", "p-tuning")
+"""Methods whose forward passes, in PEFT, give a mask and no positions."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+@pytest.mark.parametrize("method", [*AGREE, *CLOSE])
+async def test_each_tenant_gets_what_plain_peft_gives(method: str) -> None:
+    """Two tenants have the method, with one and two texts, and one has plain LoRA."""
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    configs = [{**AGREE, **CLOSE}[method](), lora(), {**AGREE, **CLOSE}[method]()]
+
+    def inputs(number: int) -> dict[str, torch.Tensor]:
+        return texts(4 + 5 * number, number, 1 if method in PROMPTS else 1 + number // 2)
+
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(executor.client(copy.deepcopy(config), name=str(number), seed=number))
+            for number, config in enumerate(configs)
+        ]
+
+        async def write(number: int) -> Any:
+            return await clients[number].generate(**inputs(number), max_new_tokens=12, **OPTIONS)
+
+        for _ in range(3):
+            outs = await asyncio.gather(*map(write, range(3)))
+        counts = executor.statistics().clients
+    for number in (0, 2):
+        count = counts[str(number)]
+        if method in ALONE:
+            assert not count.joint
+            assert ALONE[method] in count.alone
+        else:
+            assert count.joint > 8, count
+    for number, out in enumerate(outs):
+        model = plain(plain_base, configs[number], number)
+        with torch.no_grad():
+            right = model.generate(**inputs(number), max_new_tokens=12, **OPTIONS)
+        assert_equal(out, right, 10 * LOGITS if method in CLOSE else LOGITS)
+
+
+async def _decode_with_others(act: Callable[[Any], None], config: Any) -> tuple[Any, Callable[[], Any], int]:
+    """Decode with one tenant with this adapter, which does something to its model after five tokens, and with two
+    others, whose results must not change. Return the first's logits, a function that returns plain PEFT's, and the
+    first's tokens from joint walks."""
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+
+    def decode(model: Any) -> list[torch.Tensor]:
+        ids, cache, found = texts(5, 0, 1)["input_ids"], None, []
+        for number in range(12):
+            if number == 5:
+                act(model)
+            with torch.no_grad():
+                out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            found.append(out.logits[:, -1])
+        return found
+
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        first, *others = [
+            await stack.enter_async_context(executor.client(kind, name=str(number), seed=number))
+            for number, kind in enumerate((config, lora(), lora()))
+        ]
+        await ready(executor, [first, *others])
+        got, *outs = await asyncio.gather(
+            first.run(decode, first.model),
+            *(generate(other, tokens=24) for other in others),
+            return_exceptions=True,
+        )
+        joint = executor.statistics().clients["0"].joint
+    for number, out in enumerate(outs, start=1):
+        model = plain(plain_base, lora(), number)
+        assert_equal(out, model.generate(**texts(6, 6, 1), max_new_tokens=24, **OPTIONS))
+    return got, lambda: decode(plain(plain_base, config, 0)), joint
+
+
+@pytest.mark.parametrize("method", ["dora", "lokr"])
+async def test_an_adapter_that_changes_between_two_tokens_takes_effect_at_once(method: str) -> None:
+    """DoRA then asks for more than its base layer's results, in the middle of the joint walk."""
+
+    def change(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "magnitude" not in name:
+                parameter.data.mul_(1.5)
+
+    got, right, joint = await _decode_with_others(change, {**AGREE, **CLOSE}[method]())
+    assert joint >= 10
+    for one, other in zip(got, right(), strict=True):
+        assert (one - other).abs().max() <= 10 * LOGITS * other.abs().max()
+
+
+async def test_several_active_adapters() -> None:
+    def change(model: Any) -> None:
+        model.add_adapter("second", lora(init_lora_weights="gaussian", target_modules=["q_proj", "down_proj"]))
+        torch.manual_seed(5)
+        for name, parameter in model.named_parameters():
+            if "second" in name:
+                parameter.data.copy_(torch.randn_like(parameter) / 10)
+        model.base_model.set_adapter(["default", "second"])
+        model.eval()
+
+    got, right, joint = await _decode_with_others(change, lora())
+    assert joint >= 10
+    for one, other in zip(got, right(), strict=True):
+        assert (one - other).abs().max() <= LOGITS * other.abs().max()
+
+
+async def test_an_error_of_an_adapters_code_is_its_tenants_alone() -> None:
+    def change(model: Any) -> None:
+        layer = model.base_model.model.model.layers[1].mlp.down_proj
+        layer.lokr_w1["default"].data = torch.ones(3, 3)
+
+    got, right, joint = await _decode_with_others(change, AGREE["lokr"]())
+    assert isinstance(got, RuntimeError)
+    with pytest.raises(RuntimeError) as caught:
+        right()
+    assert str(got) == str(caught.value)
+    assert joint >= 4
+
+
+async def test_a_cancelled_tenant_goes_on_while_its_adapters_code_is_suspended() -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    config = AGREE["lokr"]()
+    again: list[asyncio.Task[Any]] = []
+
+    class Cancel(LogitsProcessor):
+        def __call__(self, ids: Any, scores: Any) -> Any:
+            if ids.shape[1] == 12:
+                asyncio.get_running_loop().call_soon(restart)  # while the next token is under way
+            return scores
+
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(executor.client(copy.deepcopy(config), name=str(number), seed=number))
+            for number in range(3)
+        ]
+        await ready(executor, clients)
+
+        def restart() -> None:
+            going.cancel()
+            again.append(asyncio.ensure_future(generate(clients[0])))
+
+        going = asyncio.ensure_future(generate(clients[0], logits_processor=LogitsProcessorList([Cancel()])))
+        outs = await asyncio.gather(*map(generate, clients[1:]))
+        await asyncio.wait([going])
+        outs.insert(0, await again[0])
+        assert going.cancelled()
+        assert all(executor.statistics().clients[client.name].joint >= 4 for client in clients)
+    for number, out in enumerate(outs):
+        right = plain(plain_base, config, number).generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS)
+        assert_equal(out, right)
