@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import cast
 
 import torch
 from torch import nn
@@ -19,8 +21,9 @@ from symbiosis.core.transport import Channel
 from symbiosis.errors import PrivacyError, UsageError
 from symbiosis.executor.fingerprint import weights_fingerprint
 from symbiosis.executor.fp32_products import times, times_transposed
-from symbiosis.executor.layers import is_linear
+from symbiosis.executor.layers import QuantizedLayer, is_linear
 from symbiosis.executor.loading import load_model
+from symbiosis.executor.quantized import is_quantized, parts_of
 from symbiosis.privacy.masks import MaskedKey
 from symbiosis.privacy.typical_sizes import TypicalSizes
 
@@ -30,39 +33,106 @@ _GOLDEN_RATIO = 0.6180339887498949
 """Any number of its multiples is spread evenly over (0, 1), modulo 1."""
 
 
-class _Weight(NamedTuple):
-    """A weight, and samples of its elements at the time when it was compared with the executor's.
+class _Weight(ABC):
+    """The weight W of a base layer, and samples of its elements at the time when it was compared with the executor's.
 
-    The weight shares its memory with the tenant's parameter if both have the same dtype. A change of the parameter in
-    place, such as merging an adapter, then changes the weight, and the samples are the only way to detect it.
+    A change of the tenant's parameter in place, such as merging an adapter, may change the weight, too. The samples
+    are the only way to detect it.
     """
 
-    name: str
-    values: torch.Tensor
-    """[o, i], or [i, o] for a Conv1D."""
-    transposed: bool
-    """Whether the values are [o, i]."""
-    positions: torch.Tensor
-    """[samples] flat indices, spread over all rows and columns."""
-    samples: torch.Tensor
-    """Bytes of the elements at these positions. Bytes of NaN are equal to themselves, NaN is not."""
-
-    @classmethod
-    def of(cls, name: str, values: torch.Tensor, transposed: bool) -> _Weight:
-        rows, columns = values.shape
-        steps = torch.arange(_SAMPLES, dtype=torch.float64)
-        row = steps.mul(rows / _SAMPLES).long()
-        column = steps.mul(_GOLDEN_RATIO).frac().mul(columns).long()
-        positions = (row * columns + column).to(values.device)
-        return cls(name, values, transposed, positions, values.take(positions).view(torch.uint8))
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name = name
+        self.device = device
+        self._samples = self._sample()
 
     def check(self) -> None:
-        if not torch.equal(self.values.take(self.positions).view(torch.uint8), self.samples):
+        found = self._sample()
+        if len(found) != len(self._samples) or not all(map(torch.equal, found, self._samples)):
             raise PrivacyError(
-                f"{self.name} of the tenant's model was changed and has other weights than the executor serves, so "
+                f"{self._name} of the tenant's model was changed and has other weights than the executor serves, so "
                 "results would be wrong. Give the scheme a folder, or a copy made before the change "
                 "(copy.deepcopy(model)), and open another client"
             )
+
+    def _sample(self) -> list[torch.Tensor]:
+        return [_samples(part) for part in self.parts()]
+
+    @abstractmethod
+    def parts(self) -> Iterable[torch.Tensor]:
+        """Return the tensors that the weight consists of now."""
+
+    @abstractmethod
+    def product(self, x: torch.Tensor, *, backward: bool) -> torch.Tensor:
+        """Return X·Wᵀ [n, o] for X [n, i], or X·W [n, i] for X [n, o], in X's dtype."""
+
+    @abstractmethod
+    def sparse_product(self, columns: torch.Tensor, values: torch.Tensor, *, backward: bool) -> torch.Tensor:
+        """Return the product of rows of ``values`` [n, m] in ``columns`` [m] and zeros elsewhere."""
+
+
+class _PlainWeight(_Weight):
+    """A matrix, which shares its memory with the tenant's parameter if both have the same dtype."""
+
+    def __init__(self, name: str, values: torch.Tensor, transposed: bool) -> None:
+        self._values = values
+        """[o, i], or [i, o] for a Conv1D."""
+        self._transposed = transposed
+        """Whether the values are [o, i]."""
+        super().__init__(name, values.device)
+
+    def parts(self) -> Iterable[torch.Tensor]:
+        return (self._values,)
+
+    def product(self, x: torch.Tensor, *, backward: bool) -> torch.Tensor:
+        return (times_transposed if self._transposed is not backward else times)(x, self._values)
+
+    def sparse_product(self, columns: torch.Tensor, values: torch.Tensor, *, backward: bool) -> torch.Tensor:
+        if self._transposed is not backward:
+            part = self._values.index_select(1, columns).t()
+        else:
+            part = self._values.index_select(0, columns)
+        return values.mm(part.to(values.dtype))
+
+
+class _QuantizedWeight(_Weight):
+    """The weight of the tenant's own quantized layer, which is dequantized in blocks for each product."""
+
+    def __init__(self, spec: LayerSpec, module: nn.Linear) -> None:
+        self._layer = QuantizedLayer(spec, module)
+        self._parameter = module.weight
+        super().__init__(spec.name, self._layer.device)
+
+    def parts(self) -> Iterable[torch.Tensor]:
+        # Another parameter may differ in scales only, of which bitsandbytes keeps some with the module.
+        weight = self._layer.module.weight
+        return parts_of(self._parameter) if weight is self._parameter else ()
+
+    def product(self, x: torch.Tensor, *, backward: bool) -> torch.Tensor:
+        if backward:
+            return self._layer.backward((x,), fp32=True)[0]
+        return self._layer.forward((x,), bias=False, fp32=True)
+
+    def sparse_product(self, columns: torch.Tensor, values: torch.Tensor, *, backward: bool) -> torch.Tensor:
+        spec = self._layer.spec
+        rows = values.new_zeros(len(values), spec.out_features if backward else spec.in_features)
+        return self.product(rows.index_copy_(1, columns, values), backward=backward)
+
+
+def _samples(values: torch.Tensor) -> torch.Tensor:
+    """Return samples of a tensor as bytes: bytes of NaN are equal to themselves, NaN is not."""
+    if values.element_size() == 1:  # torch cannot take from some of these dtypes
+        values = values.view(torch.uint8)
+    columns = values.shape[-1] if values.ndim else 1
+    return values.take(_positions(values.numel() // columns, columns, values.device)).view(torch.uint8)
+
+
+@cache
+def _positions(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Return the flat indices [samples] of elements that are spread over all rows and columns of a matrix."""
+    steps = torch.arange(_SAMPLES, dtype=torch.float64)
+    row = steps.mul(rows / _SAMPLES).long()
+    column = steps.mul(_GOLDEN_RATIO).frac().mul(columns).long()
+    return (row * columns + column).to(device)
 
 
 class OwnWeights:
@@ -88,9 +158,12 @@ class OwnWeights:
         linear = {spec.layer: module for spec, module in modules if spec.linear and is_linear(module)}
         self._weights: dict[int, _Weight] = {}
         for layer, module in linear.items():
-            weight: Any = module.weight
-            values = weight.detach().to(layers[layer].dtype)
-            self._weights[layer] = _Weight.of(layers[layer].name, values, isinstance(module, nn.Linear))
+            spec, weight = layers[layer], cast(torch.Tensor, module.weight)
+            if is_quantized(module):
+                self._weights[layer] = _QuantizedWeight(spec, cast(nn.Linear, module))
+            else:
+                values = weight.detach().to(spec.dtype)
+                self._weights[layer] = _PlainWeight(spec.name, values, isinstance(module, nn.Linear))
         known = _typical.setdefault(found, {})
         if fingerprint not in known:
             known[fingerprint] = TypicalSizes(found, layers, linear)
@@ -106,8 +179,8 @@ class OwnWeights:
         effects = []
         for spec in key.layers:
             weight = self._weights[spec.layer]
-            product = times_transposed if weight.transposed is not key.key.pass_.is_backward else times
-            effects.append(product(noise.to(weight.values.device), weight.values).to(noise.device))
+            product = weight.product(noise.to(weight.device), backward=key.key.pass_.is_backward)
+            effects.append(product.to(noise.device))
             weight.check()  # after the product, to detect a change in the meantime
         return tuple(effects)
 
@@ -119,14 +192,10 @@ class OwnWeights:
         Raises the error of :meth:`check`.
         """
         weight = self._weights[spec.layer]
-        device = weight.values.device
-        columns, values = columns.to(device), values.to(device)
-        if weight.transposed is not key.key.pass_.is_backward:
-            part = weight.values.index_select(1, columns).t()
-        else:
-            part = weight.values.index_select(0, columns)
+        columns, values = columns.to(weight.device), values.to(weight.device)
+        product = weight.sparse_product(columns, values, backward=key.key.pass_.is_backward)
         weight.check()
-        return values.mm(part.to(values.dtype))
+        return product
 
 
 _loaded: weakref.WeakValueDictionary[tuple[int | str, str], OwnWeights] = weakref.WeakValueDictionary()
@@ -155,6 +224,6 @@ def own_weights(model: str | Path | nn.Module, channel: Channel, scheme: str) ->
 def _load(model: str | Path, dtype: torch.dtype, scheme: str) -> nn.Module:
     try:
         loaded: nn.Module = load_model(model, dtype=dtype)
-    except (OSError, ValueError, UsageError) as error:
+    except (OSError, ValueError, UsageError, ImportError) as error:
         raise PrivacyError(f"{scheme}: no model could be loaded from {model}: {error}") from error
     return loaded

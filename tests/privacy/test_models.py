@@ -30,9 +30,10 @@ from symbiosis.privacy import LocalPads, NoisePool, SecretShares, Seen, Wiretap,
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, WRAPPED_SCALE
 from symbiosis.privacy.audit.evidence import Place
 from symbiosis.privacy.audit.workload import Recorder
-from symbiosis.privacy.own_weights import _Weight
+from symbiosis.privacy.own_weights import _PlainWeight
 from symbiosis.privacy.typical_sizes import TypicalSizes
 from symbiosis.testing import Comparison, Job, Outcome, run_job, run_job_plain, tiny_model
+from symbiosis.testing.formats import FORMATS, model_in
 from tests.helpers import BATCH, IDS, METHODS, SHORT, adamw, crowd, lora, until
 
 SCHEMES = ("noise-pool", "local-pads", "secret-shares", "wrapped-shares")
@@ -439,6 +440,49 @@ async def test_the_wiretap_records_requests_of_a_client(base: Any) -> None:
     assert all(seen.results is not None for seen in tap.seen)
 
 
+# Other number formats.
+
+
+@ALL
+@pytest.mark.parametrize("format_", FORMATS)
+async def test_number_formats(format_: str, name: str) -> None:
+    """A masked client computes what a client without masks does, forward and backward, if weights are quantized too."""
+    model, job = model_in("LlamaForCausalLM", FORMATS[format_]), Job(steps=1, new_tokens=0)
+    async with executors(model, name) as (one, *_):
+        async with one.client(lora(), seed=0) as client:
+            expected = await run_job(client, job)
+        async with one.client(lora(), seed=0, privacy=scheme(name, model)) as client:
+            comparison = Comparison.of(await run_job(client, job), expected)
+    narrow = FORMATS[format_].dtype is not torch.float32
+    assert comparison.worst("logits") <= (2.0**-6 if narrow else LOGITS), comparison
+    assert comparison.worst("gradient") <= (2.0**-5 if narrow else GRADIENTS), comparison
+
+
+@pytest.mark.filterwarnings("ignore:Merge lora module")
+@pytest.mark.parametrize("format_", ["bitsandbytes int8", "bitsandbytes NF4"])
+async def test_a_quantized_model_that_an_adapter_is_merged_into(format_: str) -> None:
+    """PEFT gives the layer another parameter."""
+    model = model_in("LlamaForCausalLM", FORMATS[format_])
+    own = copy.deepcopy(model)
+    async with executors(model, "local-pads") as (one,), one.client(privacy=LocalPads(own)) as client:
+        await client.forward(input_ids=IDS)
+        merged(own)
+        with pytest.raises(PrivacyError, match="up_proj of the tenant's model was changed"):
+            await one.client(privacy=LocalPads(own)).open()
+
+
+async def test_a_copy_whose_format_needs_a_library_that_is_missing(
+    base: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def load(path: Any, dtype: torch.dtype) -> Any:
+        raise ImportError("Using bitsandbytes 8-bit quantization requires bitsandbytes")
+
+    monkeypatch.setattr("symbiosis.privacy.own_weights.load_model", load)
+    async with symbiosis.Executor(base) as executor:
+        with pytest.raises(PrivacyError, match=r"no model could be loaded from .* requires bitsandbytes"):
+            await executor.client(privacy=LocalPads(tmp_path)).open()
+
+
 # Preparation ahead of time.
 
 
@@ -556,7 +600,7 @@ async def test_a_parameter_that_gets_another_tensor(name: str) -> None:
 def test_samples_cover_all_rows_and_columns(shape: tuple[int, int]) -> None:
     """Samples include every row and column of small weights, and every sixteenth of them of larger weights."""
     for values in (torch.randn(shape), torch.randn(shape[::-1]).t()):
-        weight = _Weight.of("layer", values, transposed=True)
+        weight = _PlainWeight("layer", values, transposed=True)
         weight.check()
         for axis, size in enumerate(shape):
             for part in range(min(size, 16)):
@@ -569,7 +613,7 @@ def test_samples_cover_all_rows_and_columns(shape: tuple[int, int]) -> None:
                 changed.copy_(before)
         weight.check()
     values[:] = math.nan
-    _Weight.of("layer", values, transposed=True).check()
+    _PlainWeight("layer", values, transposed=True).check()
 
 
 # Interruptions.
