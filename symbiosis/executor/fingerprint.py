@@ -32,6 +32,8 @@ def layer_fingerprints(layers: Iterable[tuple[LayerSpec, nn.Module]]) -> list[st
             plain = spec.linear and parameter.is_floating_point() and not hasattr(parameter, "__tensor_flatten__")
             for part in [parameter] if plain else parts_of(parameter):
                 _sample(found, name, part, spec.dtype if plain else part.dtype)
+            if (state := getattr(parameter, "quant_state", None)) is not None:  # dequantized numbers have its dtype
+                found.update(dtype_name(state.dtype).encode())
         hashes.append(found.hexdigest())
     return hashes
 

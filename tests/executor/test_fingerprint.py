@@ -14,6 +14,7 @@ import symbiosis
 from symbiosis.core.requests import LayerSpec
 from symbiosis.executor.fingerprint import layer_fingerprints, weights_fingerprint
 from symbiosis.testing import tiny_model
+from symbiosis.testing.formats import FORMATS, model_in
 
 
 def described(model: nn.Module) -> dict[str, object]:
@@ -49,6 +50,14 @@ def test_another_version_of_transformers_serves_the_same_model() -> None:
     model = tiny_model()
     model.config.transformers_version = model.generation_config.transformers_version = "4.0.0"
     assert described(model)["fingerprint"] == described(tiny_model())["fingerprint"]
+
+
+def test_nf4_weights_in_another_dtype_are_others() -> None:
+    """Their codes and scales are the same, but dequantized numbers are rounded to the dtype."""
+    model, other = (model_in("LlamaForCausalLM", FORMATS["bitsandbytes NF4"]) for _ in range(2))
+    assert described(model)["weights"] == described(other)["weights"]
+    other.get_submodule("model.layers.1.mlp.up_proj").weight.quant_state.dtype = torch.bfloat16
+    assert described(model)["weights"] != described(other)["weights"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell mapped memory")
