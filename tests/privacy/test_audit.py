@@ -20,12 +20,19 @@ from symbiosis.cli.commands import app
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
-from symbiosis.errors import UnknownNameError, UsageError
+from symbiosis.errors import PrivacyError, UnknownNameError, UsageError
 from symbiosis.host import Executor
 from symbiosis.privacy import LocalPads, NoisePool, Seen
 from symbiosis.privacy.amplitude import Amplitudes
 from symbiosis.privacy.audit.adapter import solve_adapter
-from symbiosis.privacy.audit.attacks import complement, difference, every_vector, round_to_power_of_two
+from symbiosis.privacy.audit.attacks import (
+    complement,
+    difference,
+    every_vector,
+    filtered,
+    principal,
+    round_to_power_of_two,
+)
 from symbiosis.privacy.audit.costs import SchemeCosts
 from symbiosis.privacy.audit.evidence import Place, Stream, collect, random_traffic
 from symbiosis.privacy.audit.guesses import midrange
@@ -100,6 +107,16 @@ def test_a_few_bare_rows_among_noise_are_a_finding(backward: bool) -> None:
     assert not limit.exceeded_by(score(12, 0))
     assert score(12, 12).recovered == pytest.approx(0.03)
     assert limit.exceeded_by(score(12, 12))
+
+
+def test_rows_of_zeros_are_not_recovered() -> None:
+    """A guess of zeros would recover them, whatever a scheme does."""
+    place, true = Place((0,), True), _rows(40, 64)
+    true[::8] = 0
+    truth: Any = SimpleNamespace(rows={place: true})
+    zeros, right = (rows_score({place: rows}, truth, backward=True) for rows in (torch.zeros(40, 64), true))
+    assert (zeros.recovered, zeros.rows) == (0.0, 35)
+    assert (right.recovered, right.rows) == (1.0, 35)
 
 
 def test_many_recovered_rows_are_a_finding() -> None:
@@ -188,6 +205,13 @@ def test_the_complement_of_masks_is_bare() -> None:
     found = complement(x + 1000 * _noise(20, 16, seed=5) @ basis, basis, World(64).prior(Place((0,), False)))
     q = torch.linalg.qr(basis.T)[0]
     torch.testing.assert_close(found, x - x @ q @ q.T, rtol=0, atol=2e-2)
+
+
+def test_traffic_of_zeros_is_attacked() -> None:
+    place, world = Place((0,), False), World(32)
+    stream = Stream(torch.zeros(80, 32), torch.zeros(80), torch.zeros(0, 32))
+    for attack in (filtered, principal):
+        assert attack(stream, world.prior(place)).isfinite().all()
 
 
 def test_midrange_converges_faster_than_the_mean() -> None:
@@ -407,6 +431,22 @@ async def test_bare_rows_in_calls_of_their_own_are_found() -> None:
     assert leaky.scores["rows apart"]["gradients"].recovered > 0.8, "all but rows of zeros"
     assert not result.holds("leaky-pads")
     assert not any(score.recovered for score in pads.scores.get("rows apart", {}).values())
+
+
+class NotFinite(FixedVectors):
+    def begin(self, channels: Sequence[Channel], send: SendCall) -> FixedMasks:
+        return NotFiniteMasks(self.size, send)
+
+
+class NotFiniteMasks(FixedMasks):
+    def mask(self, key: MaskedKey, x: torch.Tensor, amplitude: float, kind: Kind) -> MaskedRows:
+        masked = super().mask(key, x, amplitude, kind)
+        return masked._replace(calls=(Call(key.key, kind, (torch.full_like(x, math.nan),)),))
+
+
+async def test_numbers_that_are_not_finite_cannot_be_audited() -> None:
+    with pytest.raises(PrivacyError, match="fixed-vectors-1: the scheme sends numbers that are not finite"):
+        await audit([NotFinite(1)], FEW, baselines=2, rounds=0)
 
 
 async def test_an_audit_that_is_cancelled_ends_before_its_next_attack() -> None:

@@ -154,7 +154,7 @@ def filtered(stream: Stream, prior: Prior) -> torch.Tensor:
     size = torch.exp2(x.norm(dim=1, keepdim=True).clamp_min(1e-30).log2().round())  # rows are brought to one size
     x = x / size
     traffic = x.T @ x / len(x)
-    traffic += 1e-12 * traffic.trace() * torch.eye(len(traffic), dtype=torch.float64)
+    traffic += (1e-12 * traffic.trace()).clamp_min(1e-30) * torch.eye(len(traffic), dtype=torch.float64)
     if len(x) < 2 * len(traffic):  # too few rows to tell weak directions from rare ones
         traffic = traffic.diagonal().diag()
     weights = torch.linalg.solve(traffic, prior.covariance.double())

@@ -13,6 +13,7 @@ import torch
 
 from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_privacy
+from symbiosis.errors import PrivacyError
 from symbiosis.host import Executor
 from symbiosis.privacy.audit.attacks import difference
 from symbiosis.privacy.audit.costs import SchemeCosts, measure_costs
@@ -62,6 +63,7 @@ async def audit(
 
     Raises:
         UsageError: a scheme is unknown, or does not take an option.
+        PrivacyError: a scheme sends numbers that are not finite.
     """
     plan = plan or Workload()
     base, further = build(plan), f"audit-{os.urandom(4).hex()}"
@@ -177,6 +179,10 @@ class _AuditRun:
         for number, (evidence, apart, first) in enumerate(executors, 1):
             executor = f"executor {number}" if count > 1 else ""
             await self._says(f"{name}: attacks {executor}")
+            if not all(
+                matrix.isfinite().all() for stream in evidence.values() for matrix in (stream.rows, stream.noise)
+            ):
+                raise PrivacyError(f"{name}: the scheme sends numbers that are not finite, which cannot be audited")
             # A share has the mean x / count, so the attacks get it enlarged.
             whole = {place: stream._replace(rows=count * stream.rows) for place, stream in evidence.items()}
             scores = attack(whole, apart, first, traffic.truth, self.public, self.decoys)

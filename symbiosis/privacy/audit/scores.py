@@ -36,14 +36,18 @@ class Score(NamedTuple):
 
 
 def rows_score(estimates: Estimates, truth: Truth, *, backward: bool) -> Score:
-    """Score the estimated rows of all forward places (activations) or of all backward places (gradients)."""
+    """Score the estimated rows of all forward places (activations) or of all backward places (gradients).
+
+    Rows that are zero do not count as recovered or not, nor in the number of rows.
+    """
     cosines, recovered, errors = [], [], []
     for place, estimate in estimates.items():
         if place.backward is backward:
             rows, true = estimate.double(), truth.rows[place].double()
             mean = true.mean(0)
             cosines.append(F.cosine_similarity(rows - rows.mean(0), true - mean, dim=1))
-            recovered.append(F.cosine_similarity(rows - mean, true - mean, dim=1) >= 0.99)
+            found = F.cosine_similarity(rows - mean, true - mean, dim=1) >= 0.99
+            recovered.append(found[true.norm(dim=1) > 0])  # a gradient of zeros is known without an attack
             errors.append((rows - true).norm(dim=1) / true.norm(dim=1).clamp_min(1e-30))
     cosine, found = torch.cat(cosines).mean().item(), torch.cat(recovered)
     return Score(cosine, found.double().mean().item(), torch.cat(errors).median().item(), rows=len(found))
