@@ -121,7 +121,7 @@ class Client:
             if self._joint is None:
                 model.register_forward_hook(explain_training)
             else:
-                self._seat = self._joint.seat(self.name, model, apart)
+                self._seat = self._joint.seat(self.name, model, channel, apart)
             if self._peft_config is not None:
                 model = await self._in_fiber(add_adapter, model, self._peft_config)
             self._model = model.eval()

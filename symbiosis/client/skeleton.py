@@ -26,7 +26,7 @@ from symbiosis.client.parameters import SharedParameter, shared_parameter
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear, is_missing, virtualize
 from symbiosis.core.requests import LayerSpec
-from symbiosis.core.share import MAX_MODEL_NAME, Resident, Share, dtype_named, is_model_name, layers_of, quantization_of
+from symbiosis.core.share import MAX_MODEL_NAME, Resident, Share, dtype_named, is_model_name, layers_of, quantization_in
 from symbiosis.core.transport import Channel
 from symbiosis.errors import PlaceholderError, ShareError, SplitError
 
@@ -41,10 +41,9 @@ def skeleton_for(channel: Channel, requester: Requester) -> nn.Module:
         ShareError: the installed version of transformers cannot build the model.
     """
     share, device = channel.share, channel.device
+    requester.quantization = quantization_in(share)
     if isinstance(share, Resident):
-        requester.quantization = quantization_of(share.model.modules())
         return make_skeleton(share.model, share.layers, requester, device)
-    requester.quantization = share.description.get("quantization")
     hollows = _hollows.setdefault(share, {})
     if device not in hollows:
         with torch.inference_mode(False):  # other clients will use it

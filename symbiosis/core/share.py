@@ -55,6 +55,13 @@ class Share:
     tokenizer: Mapping[str, bytes]
 
 
+def quantization_in(share: Share | Resident) -> str | None:
+    """Return :func:`quantization_of` the model of a share."""
+    if isinstance(share, Resident):
+        return quantization_of(share.model.modules())
+    return share.description.get("quantization")
+
+
 @dataclass(frozen=True, eq=False)
 class Resident:
     """The base model of an executor in this process: the module tree, and the base layers in it."""

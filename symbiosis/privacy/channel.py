@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from symbiosis.core.requests import Call, Key, LayerSpec, Pass, Results, expected
-from symbiosis.core.share import Resident, Share
+from symbiosis.core.share import Resident, Share, quantization_in
 from symbiosis.core.transport import Channel, Check, Identity, Reply
 from symbiosis.errors import ClientClosedError, PrivacyError
 from symbiosis.modes import in_modes, modes_aside
@@ -62,6 +62,8 @@ class MaskedChannel:
         self.layers: Sequence[LayerSpec] = self._first.layers
         self.identity: Callable[[], Identity] = self._first.identity
         self.before_return: Callable[[Check], None] = self._first.before_return
+        self._rounds = quantization_in(self._first.share) is not None
+        """Whether layers may round rows to another dtype, as those of bitsandbytes do, unless a key asks for fp32."""
         self._keys: dict[Key, MaskedKey] = {}
         self._sent_as: dict[Key, MaskedKey] = {}
         """By the key that the executor sees."""
@@ -91,7 +93,7 @@ class MaskedChannel:
             )
         width, dtype = rows
         narrow = dtype.itemsize < 4
-        sent = key._replace(fp32=narrow or key.fp32)
+        sent = key._replace(fp32=narrow or key.fp32 or (self._rounds and dtype is torch.float32))
         effects = sent._replace(pass_=Pass.FORWARD_WITHOUT_BIAS) if key.pass_ is Pass.FORWARD else sent
         masked = MaskedKey(
             sent, effects, specs, width, tuple(one.width for one in results), torch.float32 if narrow else dtype

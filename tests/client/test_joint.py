@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -261,6 +261,90 @@ async def test_rows_of_several_texts_are_counted_for_their_client() -> None:
     tokens = [counts.clients[client.name].tokens["decode"] for client in (one, three)]
     assert tokens == pytest.approx([19, 3 * 19])
     assert counts.clients[three.name].joint >= 15
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+async def test_vectors_narrower_than_the_base_model(mode: str) -> None:
+    """PEFT multiplies what a base layer gives in its own dtype."""
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    async with Executor(base, joint=mode) as executor, contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(executor.client(ia3(), name=str(number), seed=number))
+            for number in range(2)
+        ]
+        await ready(executor, clients)
+        for client in clients:
+            _half(client.model)
+        outs = await asyncio.gather(*map(generate, clients))
+        assert executor.statistics().clients["0"].joint >= 8
+    for number, out in enumerate(outs):
+        model = plain(plain_base, ia3(), number)
+        _half(model)
+        assert_equal(out, model.generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS))
+
+
+async def test_a_model_that_operations_of_other_clients_call_at_once() -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+
+    @torch.no_grad()
+    def decode(models: Sequence[Any], ids: torch.Tensor) -> list[torch.Tensor]:
+        caches, found = [None for _ in models], []
+        for _ in range(12):
+            for number, model in enumerate(models):
+                out = model(input_ids=ids if caches[number] is None else ids[:, -1:], past_key_values=caches[number])
+                caches[number] = out.past_key_values
+            found.append(out.logits[:, -1])
+            ids = torch.cat([ids, found[-1].argmax(-1, keepdim=True)], 1)
+        return found
+
+    async with some_clients(3, base) as (executor, clients):
+        for client in clients:
+            client.model.eval()
+        found = await asyncio.gather(
+            *(client.run(decode, [client.model, clients[2].model], text(5, n)) for n, client in enumerate(clients[:2]))
+        )
+        counts = executor.statistics().clients
+    assert counts[clients[0].name].joint >= 8
+    assert counts[clients[2].name].alone["an operation of another client calls its model"] >= 20
+    for number, logits in enumerate(found):
+        right = decode([plain(plain_base, lora(), 2)], text(5, number))
+        for one, other in zip(logits, right, strict=True):
+            assert (one - other).abs().max() <= LOGITS * other.abs().max()
+
+
+@pytest.mark.parametrize("kind", [ia3, lora])
+async def test_a_cancelled_tenant_may_delete_its_adapter_at_once(kind: Callable[[], Any]) -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+
+    class Cancel(LogitsProcessor):
+        def __call__(self, ids: Any, scores: Any) -> Any:
+            if ids.shape[1] == 10:
+                asyncio.get_running_loop().call_soon(going.cancel)  # while the next token is under way
+            return scores
+
+    async def write_and_delete(client: Client) -> None:
+        try:
+            await generate(client, logits_processor=LogitsProcessorList([Cancel()]))
+        finally:
+            client.model.delete_adapter("default")
+
+    async with Executor(base, joint="exact") as executor, contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(executor.client(kind(), name=str(number), seed=number))
+            for number in range(4)
+        ]
+        await ready(executor, clients)
+        going = asyncio.ensure_future(write_and_delete(clients[0]))
+        outs = await asyncio.gather(*map(generate, clients[1:]))
+        with pytest.raises(asyncio.CancelledError):
+            await going
+    for number, out in enumerate(outs, start=1):
+        assert_equal(
+            out, plain(plain_base, kind(), number).generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS)
+        )
 
 
 async def test_whole_mlps_are_served_in_joint_walks_too() -> None:
@@ -625,7 +709,7 @@ async def test_clients_of_one_process_are_walked_together_over_a_transport(trans
 
 
 async def test_decoding_over_a_transport_never_counts_as_fine_tuning(tmp_path: Path) -> None:
-    """A joint walk of more than 64 rows would; the client that comes last walks alone."""
+    """A joint walk of more than 64 rows would; a client that comes last walks alone."""
     async with Executor(model_of("llama")) as executor, contextlib.AsyncExitStack() as stack:
         listener = await executor.listen(f"shm://{tmp_path}/joint.sock")
         served = await stack.enter_async_context(symbiosis.connect(listener.address))
@@ -637,7 +721,7 @@ async def test_decoding_over_a_transport_never_counts_as_fine_tuning(tmp_path: P
             )
         walks = served.walks()
         tokens = [client.tokens for client in executor.statistics().clients.values()]
-    assert walks["2"]["a joint walk has up to 64 rows"] >= 5, walks
+    assert sum(count.get("a joint walk has up to 64 rows", 0) for count in walks.values()) >= 5, walks
     assert not any(kinds["finetune"] for kinds in tokens), tokens
 
 
@@ -926,8 +1010,24 @@ def _new_weight(model: Any) -> None:
     norm.weight.data.mul_(2)
 
 
+def _own_forward(model: Any) -> None:
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.forward = MethodType(lambda self, *args, **kwargs: 2 * type(self).forward(self, *args, **kwargs), layer)
+
+
+def _own_dropout(model: Any) -> None:
+    class Double(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    model.base_model.model.model.layers[0].self_attn.q_proj.lora_dropout["default"] = Double()
+
+
+CHANGES = [_rescale, _crop, _share, _flatten, _half, _frequencies, _epsilon, _new_weight, _own_forward, _own_dropout]
+
+
 @pytest.mark.parametrize("mode", ["exact", "fast"])
-@pytest.mark.parametrize("change", [_rescale, _crop, _share, _flatten, _half, _frequencies, _epsilon, _new_weight])
+@pytest.mark.parametrize("change", CHANGES)
 async def test_what_a_tenant_does_to_its_own_model_takes_effect(change: Callable[[Any], None], mode: str) -> None:
     base = model_of("llama")
     plain_base = copy.deepcopy(base)

@@ -13,11 +13,27 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from symbiosis import Executor
+from symbiosis.testing import tiny_model
 from tests.client.test_joint import OPTIONS, assert_equal, generate, model_of, plain, ready, text, texts
-from tests.client.test_methods import AGREE, CLOSE
+from tests.client.test_methods import AGREE, CLOSE, TASK, config
 from tests.helpers import LOGITS, lora
 
+METHODS: dict[str, Callable[[], Any]] = {
+    **AGREE,
+    **CLOSE,
+    "pvera-sampling": lambda: config("Pvera", r=4, target_modules=["q_proj"], sample_at_inference=True, **TASK),
+    "tied-head": lambda: lora(target_modules=["q_proj"], target_parameters=["lm_head.weight"], lora_dropout=0.0),
+    "own-head": lambda: lora(modules_to_save=["lm_head"]),
+    "own-embedding": lambda: lora(modules_to_save=["embed_tokens"]),
+    "own-norm": lambda: lora(modules_to_save=["norm"]),
+    "own-tokens": lambda: lora(trainable_token_indices=[3, 4]),
+}
 ALONE = {
+    "hra": "an adapter that needs more than what its base layer gives (hra HRALinear)",
+    "hra-orthogonal": "an adapter that needs more than what its base layer gives (hra HRALinear)",
+    "pvera-sampling": "an adapter that draws random numbers (pvera Linear)",
+    "tied-head": "an adapter that does not call its base layer once (lora ParamWrapper)",
+    "own-norm": "a LlamaRMSNorm of its own at model.layers.0.input_layernorm",
     "activated-lora": "forward hooks",
     "lora-replicated-layers": "a configuration of its own",
     "ln-tuning": "an adapter on LlamaRMSNorm, which is no base layer",
@@ -29,15 +45,23 @@ PROMPTS = ("prompt", "p-tuning")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
-@pytest.mark.parametrize("method", [*AGREE, *CLOSE])
+@pytest.mark.parametrize("method", METHODS)
 async def test_each_tenant_gets_what_plain_peft_gives(method: str) -> None:
     """Two tenants have the method, with one and two texts, and one has plain LoRA."""
-    base = model_of("llama")
+    base = tiny_model("llama", tie_word_embeddings=method == "tied-head")
+    base.generation_config.eos_token_id = None
     plain_base = copy.deepcopy(base)
-    configs = [{**AGREE, **CLOSE}[method](), lora(), {**AGREE, **CLOSE}[method]()]
+    configs = [METHODS[method](), lora(), METHODS[method]()]
 
     def inputs(number: int) -> dict[str, torch.Tensor]:
         return texts(4 + 5 * number, number, 1 if method in PROMPTS else 1 + number // 2)
+
+    def change(model: Any) -> None:
+        """Make a copy of a base layer differ from it."""
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.parameters():
+            if method.startswith("own") and parameter.requires_grad:
+                parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
 
     async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
         clients = [
@@ -45,7 +69,11 @@ async def test_each_tenant_gets_what_plain_peft_gives(method: str) -> None:
             for number, config in enumerate(configs)
         ]
 
+        for client in clients:
+            change(client.model)
+
         async def write(number: int) -> Any:
+            clients[number].manual_seed(number)
             return await clients[number].generate(**inputs(number), max_new_tokens=12, **OPTIONS)
 
         for _ in range(3):
@@ -60,6 +88,8 @@ async def test_each_tenant_gets_what_plain_peft_gives(method: str) -> None:
             assert count.joint > 8, count
     for number, out in enumerate(outs):
         model = plain(plain_base, configs[number], number)
+        change(model)
+        torch.manual_seed(number)
         with torch.no_grad():
             right = model.generate(**inputs(number), max_new_tokens=12, **OPTIONS)
         assert_equal(out, right, 10 * LOGITS if method in CLOSE else LOGITS)
@@ -110,7 +140,7 @@ async def test_an_adapter_that_changes_between_two_tokens_takes_effect_at_once(m
             if parameter.requires_grad and "magnitude" not in name:
                 parameter.data.mul_(1.5)
 
-    got, right, joint = await _decode_with_others(change, {**AGREE, **CLOSE}[method]())
+    got, right, joint = await _decode_with_others(change, METHODS[method]())
     assert joint >= 10
     for one, other in zip(got, right(), strict=True):
         assert (one - other).abs().max() <= 10 * LOGITS * other.abs().max()
@@ -177,3 +207,22 @@ async def test_a_cancelled_tenant_goes_on_while_its_adapters_code_is_suspended()
     for number, out in enumerate(outs):
         right = plain(plain_base, config, number).generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS)
         assert_equal(out, right)
+
+
+async def test_layers_beside_a_tenants_that_changes_their_input_still_share_requests() -> None:
+    """OFT gives its base layer other rows than k_proj, between q_proj and v_proj, gets."""
+    base = model_of("llama")
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(executor.client(kind, name=str(number), seed=number))
+            for number, kind in enumerate((lora(), lora(), AGREE["oft"]()))
+        ]
+        await ready(executor, clients)
+        await asyncio.gather(*(generate(client, tokens=24) for client in clients))
+        await clients[2].close()
+        executor.reset_statistics()
+        await asyncio.gather(*(generate(client, tokens=24) for client in clients[:2]))
+        statistics = executor.statistics()
+    assert statistics.clients["0"].joint >= 20
+    assert "model.layers.0.self_attn.q_proj+k_proj+v_proj forward" in statistics.layers
+    assert "model.layers.0.self_attn.q_proj forward" not in statistics.layers

@@ -90,3 +90,27 @@ async def test_memory_of_an_adapter_that_something_else_refers_to_is_not_moved()
         if "lora_B" in name:
             parameter.data.zero_()
     assert_equal(out, model.generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS))
+
+
+async def test_a_parameter_to_which_other_tensors_refer_stays_where_it_is() -> None:
+    """The tenant's own optimizer has views of the parameters, which a hook takes out of joint walks."""
+    async with some_clients(2) as (executor, clients):
+        await asyncio.gather(*map(generate, clients))
+        parameters = [p for p in clients[0].model.parameters() if p.requires_grad]
+        views = [p.data for p in parameters]
+        hook = clients[0].model.base_model.model.model.norm.register_forward_hook(lambda *_: None)
+        await asyncio.gather(*map(generate, clients))
+        hook.remove()
+        assert executor.statistics().clients[clients[0].name].alone["forward hooks"] > 5
+        for view in views:
+            view.add_(1)
+        assert all(torch.equal(p, view) for p, view in zip(parameters, views, strict=True))
+
+
+async def test_stacks_without_clients_are_freed() -> None:
+    async with some_clients(3) as (executor, clients):
+        stacks = executor._joint.stacks
+        assert any(stacks._stacks.values())
+        for client in clients:
+            await client.close()
+        assert not any(stacks._stacks.values())

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.core.requests import Call, Key, LayerSpec, Pass, expected
+from symbiosis.core.share import Share
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Check, Identity
 from symbiosis.errors import ExecutorClosedError
@@ -38,6 +39,7 @@ class Direct:
 
     client = "test"
     device = torch.device("cpu")
+    share = Share({}, {}, {})
 
     def __init__(self, model: nn.Module, instance: str = "one") -> None:
         self.table: list[BaseLayer] = [

@@ -15,14 +15,16 @@ Legend: N rows; n rows of one client; i in_features; o out_features; r rank.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from greenlet import getcurrent, greenlet
 from peft.tuners.ia3 import layer as ia3
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch.nn import functional as F
 
 from symbiosis.client.joint.attention import JointCache, walk
@@ -30,7 +32,6 @@ from symbiosis.client.joint.stacks import Slot, Stack, StackRows
 from symbiosis.client.virtlayer import VirtConv1D, VirtLinear
 from symbiosis.core.requests import Key
 
-Request = Callable[[Key, torch.Tensor], tuple[torch.Tensor, ...]]
 Adapted = Mapping[str, tuple[Any, str]]
 """A client's tuner layers and the names of their active adapters, by the name of the module that they wrap. An empty
 name stands for a layer whose own code is to run."""
@@ -49,10 +50,10 @@ class RowAdapters:
         self, layers: Sequence[tuple[Any, str] | None], slots: Sequence[Slot | None], sizes: Sequence[int]
     ) -> None:
         self._sizes = list(sizes)
-        self._one_by_one: list[tuple[int, Any, Any, Mapping[str, float], str]] = []
+        self._one_by_one: list[tuple[int, Any, Any, float]] = []
         self._own: list[tuple[int, Any]] = []
-        self._before: list[tuple[int, Any, str]] = []
-        self._after: list[tuple[int, Any, str]] = []
+        self._before: list[tuple[int, torch.Tensor]] = []
+        self._after: list[tuple[int, torch.Tensor]] = []
         stacks: dict[Stack, list[tuple[range, int, float]]] = {}
         ends = list(itertools.accumulate(sizes))
         for place, (found, slot) in enumerate(zip(layers, slots, strict=True)):
@@ -62,83 +63,71 @@ class RowAdapters:
             if not name:
                 self._own.append((place, layer))
             elif isinstance(layer, ia3.Linear):
-                (self._before if layer.is_feedforward else self._after).append((place, layer.ia3_l, name))
+                (self._before if layer.is_feedforward else self._after).append((place, layer.ia3_l[name]))
             elif slot is None:
-                self._one_by_one.append((place, layer.lora_A[name], layer.lora_B[name], layer.scaling, name))
+                self._one_by_one.append((place, layer.lora_A[name], layer.lora_B[name], layer.scaling[name]))
             else:
                 rows = range(ends[place] - sizes[place], ends[place])
                 stacks.setdefault(slot.stack, []).append((rows, slot.number, layer.scaling[name]))
         self._groups = [StackRows(stack, members, ends[-1]) for stack, members in stacks.items()]
 
-    def __call__(self, x: torch.Tensor, base: Callable[[torch.Tensor], torch.Tensor], request: Request) -> torch.Tensor:
-        """Return the layer's results for x, [N, …, i] → [N, …, o].
-
-        Args:
-            x: the rows.
-            base: what the base layer does.
-            request: sends a request for the base layer, as :meth:`~symbiosis.client.virtlayer.VirtLayer.request` does.
-        """
-        given = self._scaled(x, self._before) if self._before else x
-        running: dict[int, _OwnCode] = {}
+    def __call__(self, x: torch.Tensor, layer: _JointLayer) -> torch.Tensor:
+        """Return a layer's results for x, [N, …, i] → [N, …, o]."""
+        codes = [_OwnCode(place, own, layer) for place, own in self._own]
         try:
-            if self._own:
-                given = self._begun(x, given, base, request, running)
-            y = base(given)
+            changed = self._begun(x, codes, layer) if codes else {}
+            y = layer.base(self._scaled(x, self._before, cast=True) if self._before else x)
             if self._after:
                 y = self._scaled(y, self._after)
             if self._one_by_one:
                 y = self._with_rows(x, y)
             if self._groups:
                 y = self._with_groups(x, y)
-            return self._ended(y, running) if running else y
+            return self._ended(y, codes, changed) if codes else y
         finally:
-            for code in running.values():
+            for code in codes:
                 code.close()
 
-    def _begun(
-        self,
-        x: torch.Tensor,
-        given: torch.Tensor,
-        base: Callable[[torch.Tensor], torch.Tensor],
-        request: Request,
-        running: dict[int, _OwnCode],
-    ) -> torch.Tensor:
-        """Begin the own code of clients, and return what the base layer gets."""
-        rows, inputs, changed = x.split_with_sizes(self._sizes), list(given.split_with_sizes(self._sizes)), False
-        for place, layer in self._own:
-            code = running[place] = _OwnCode(place, layer, base, request)
-            found = code.begin(rows[place])
-            if found is not None and found is not rows[place]:
-                inputs[place], changed = found, True
-        return torch.cat(inputs) if changed else given  # layers with the same input share a request
+    def _begun(self, x: torch.Tensor, codes: Sequence[_OwnCode], layer: _JointLayer) -> dict[int, torch.Tensor]:
+        """Begin the own code of clients. Return the base layer's results for those that changed their rows."""
+        rows = x.split_with_sizes(self._sizes)
+        given = {code.place: code.begin(rows[code.place]) for code in codes}
+        changed = {place: found for place, found in given.items() if found is not None and found is not rows[place]}
+        if not changed:
+            return {}
+        results = layer.apart(torch.cat(list(changed.values())))
+        sizes = [self._sizes[place] for place in changed]
+        return dict(zip(changed, results.split_with_sizes(sizes), strict=True))
 
-    def _ended(self, y: torch.Tensor, running: Mapping[int, _OwnCode]) -> torch.Tensor:
+    def _ended(self, y: torch.Tensor, codes: Sequence[_OwnCode], changed: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return y with the results of clients' own code, which gets the base layer's."""
         results = list(y.split_with_sizes(self._sizes))
-        for place, code in running.items():
-            found = code.end(results[place])
+        for code in codes:
+            found = code.end(changed.get(code.place, results[code.place]))
             if found is not None:
-                results[place] = found
+                results[code.place] = found
         return torch.cat(results)
 
-    def _scaled(self, x: torch.Tensor, vectors: Sequence[tuple[int, Any, str]]) -> torch.Tensor:
-        """Return x with the rows of IA3 clients scaled."""
+    def _scaled(
+        self, x: torch.Tensor, vectors: Sequence[tuple[int, torch.Tensor]], *, cast: bool = False
+    ) -> torch.Tensor:
+        """Return x with the rows of IA3 clients scaled, after a cast to the vector's dtype if PEFT makes one."""
         rows = list(x.split_with_sizes(self._sizes))
-        for place, layer, name in vectors:
-            vector = layer[name]
-            rows[place] = (rows[place].to(vector.dtype) * vector.flatten()).to(x.dtype)
+        for place, vector in vectors:
+            own = rows[place].to(vector.dtype) if cast else rows[place]
+            rows[place] = (own * vector.flatten()).to(x.dtype)
         return torch.cat(rows)
 
     def _with_rows(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return y plus what LoRA adds to the rows of its clients, client by client."""
         cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
         added: list[torch.Tensor | None] = [None] * len(self._sizes)
-        for place, a, b, scaling, name in self._one_by_one:
+        for place, a, b, scaling in self._one_by_one:
             down = a._parameters["weight"]
             rows = cast.get(down.dtype)
             if rows is None:
                 rows = cast[down.dtype] = x.to(down.dtype).split_with_sizes(self._sizes)
-            added[place] = F.linear(F.linear(rows[place], down), b._parameters["weight"]) * scaling[name]
+            added[place] = F.linear(F.linear(rows[place], down), b._parameters["weight"]) * scaling
         rows = y.split_with_sizes(self._sizes)
         return torch.cat(
             [one if more is None else (one + more).to(y.dtype) for one, more in zip(rows, added, strict=True)]
@@ -165,9 +154,10 @@ class _OwnCode:
     again before the walk ends. An error is the client's alone.
     """
 
-    def __init__(self, place: int, layer: Any, base: Callable[[torch.Tensor], torch.Tensor], request: Request) -> None:
-        self._place, self._layer, self._base, self._request = place, layer, base, request
-        self._code = greenlet(layer)
+    def __init__(self, place: int, own: Any, layer: _JointLayer) -> None:
+        self.place = place
+        self._own, self._layer = own, layer
+        self._code = greenlet(own)
         self._result: torch.Tensor | None = None
 
     def begin(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -183,7 +173,7 @@ class _OwnCode:
         """Return its result, given the base layer's; None if it has failed."""
         found = self._result if self._code.dead else self._run(y)
         while found is not None and not self._code.dead:
-            found = self._run(self._base(found))
+            found = self._run(self._layer.apart(found))
         return found
 
     def close(self) -> None:
@@ -193,23 +183,31 @@ class _OwnCode:
 
     def _run(self, given: Any) -> torch.Tensor | None:
         """Run it until it ends or calls the base layer, and return its result or the rows for the base layer."""
-        base, cache = self._layer.get_base_layer(), cast(JointCache, walk.get())
+        cache = cast(JointCache, walk.get())
         while True:
-            base.__dict__["forward"] = base.__dict__["request"] = _suspended
-            try:
-                found: Any = cache.for_client(self._place, self._code.switch, given)
-            finally:
-                del base.__dict__["forward"], base.__dict__["request"]
+            with in_place_of_base(self._own, _suspended):
+                found: Any = cache.for_client(self.place, self._code.switch, given)
             if found is None or self._code.dead:
                 return found  # type: ignore[no-any-return]
             if len(found) == 1:
                 return found[0]  # type: ignore[no-any-return]
-            given = self._request(*found)
+            given = self._layer.request_of(self.place, *found)
 
 
 def _suspended(*given: Any) -> Any:
     """Stand for the base layer in the own code of an adapter: hand its arguments to the walk."""
     return getcurrent().parent.switch(given)
+
+
+@contextlib.contextmanager
+def in_place_of_base(layer: Any, stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Replace what the base layer of a tuner layer computes, and its requests, inside the ``with`` block."""
+    base = layer.original_module if isinstance(layer, AuxiliaryTrainingWrapper) else layer.get_base_layer()
+    base.__dict__["forward"] = base.__dict__["request"] = stand_in
+    try:
+        yield
+    finally:
+        del base.__dict__["forward"], base.__dict__["request"]
 
 
 class _JointLayer:
@@ -218,8 +216,30 @@ class _JointLayer:
     adapters: RowAdapters | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        base = super().forward  # type: ignore[misc]
-        return base(x) if self.adapters is None else self.adapters(x, base, self.request)  # type: ignore[attr-defined]
+        return self.base(x) if self.adapters is None else self.adapters(x, self)
+
+    def base(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the base layer does to the rows of all clients."""
+        return super().forward(x)  # type: ignore[misc,no-any-return]
+
+    def apart(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what it does to rows that the layers beside it do not get, as those of OFT."""
+        layer: Any = self
+        before, layer.may_have_siblings = layer.may_have_siblings, False
+        try:
+            return self.base(x)
+        finally:
+            layer.may_have_siblings = before
+
+    def request_of(self, place: int, key: Key, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Send a request for the client at a place, as :meth:`~symbiosis.client.virtlayer.VirtLayer.request` does."""
+        layer: Any = self
+        requester, all_clients = layer._requester, layer._requester.joint
+        requester.joint = {list(all_clients)[place]: 1.0}
+        try:
+            return layer.request(key, x)  # type: ignore[no-any-return]
+        finally:
+            requester.joint = all_clients
 
 
 class EmbeddingAdapters(NamedTuple):

@@ -112,7 +112,17 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 self.for_client(place, getattr(cache.layers[layer], kind)[number].copy_, state)
 
     def _joint_state(self, kind: str, layer: int, number: int) -> torch.Tensor:
-        states = torch.cat([getattr(cache.layers[layer], kind)[number] for cache in self.caches])
+        found = [
+            self.for_client(place, getattr(cache.layers[layer], kind).__getitem__, number)
+            for place, cache in enumerate(self.caches)
+        ]
+        like = next(state for state in found if state is not None)
+        states = torch.cat(
+            [
+                like.new_zeros(size, *like.shape[1:]) if state is None else state
+                for size, state in zip(self.sizes, found, strict=True)
+            ]
+        )
         self._states[kind, layer, number] = states
         return states
 

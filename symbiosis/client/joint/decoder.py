@@ -28,7 +28,7 @@ from symbiosis.client.joint.captured_walk import can_capture
 from symbiosis.client.joint.entry import Inputs, enter, leave, one_token, why_alone
 from symbiosis.client.joint.model import JointModel
 from symbiosis.client.joint.reading import Reading
-from symbiosis.client.joint.stacks import Slot, Stacks, give_back
+from symbiosis.client.joint.stacks import Slot, Stacks
 from symbiosis.client.joint.turn import Turn
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
@@ -40,6 +40,7 @@ from symbiosis.modes import modes_aside
 _ENDED = (PeerError, ConnectionLostError, WireError)
 """Errors after which a channel cannot be used any more."""
 _NOT_YET = "no joint walk yet"
+_OF_ANOTHER = "an operation of another client calls its model"
 _LOST = "the connection of joint walks has ended"
 
 
@@ -50,7 +51,7 @@ class Seat:
     for_copies = False
     """Whether copies of the model have this seat too."""
 
-    def __init__(self, decoder: JointDecoder, name: str, model: Any, apart: str) -> None:
+    def __init__(self, decoder: JointDecoder, name: str, model: Any, channel: Channel, apart: str) -> None:
         self.name = name
         self.apart = apart
         """Why the client never takes part in walks, or an empty text."""
@@ -65,6 +66,7 @@ class Seat:
         self.slots: dict[str, Slot] = {}
         """Places of the client's adapters in stacks, by layer."""
         self._decoder = decoder
+        self._channel = channel
         self._model = model
         self._reading: Reading | None = None
         self._step: Step | None = None
@@ -88,8 +90,11 @@ class Seat:
 
     def give_back(self) -> None:
         """Give the client its parameters back. It must not be in an operation."""
-        give_back(self.slots.values())
+        for slot in self.slots.values():
+            slot.give_back(leaves=True)
         self.slots = {}
+        if self._decoder.stacks is not None:
+            self._decoder.stacks.free()
 
     def read_again(self) -> None:
         """Have the client's model read again before its next token."""
@@ -104,11 +109,12 @@ class Seat:
         if torch.compiler.is_compiling():
             return walk_alone(*args, **kwargs)
         decoder = self._decoder
-        inputs = one_token(self._model, args, kwargs)
-        if inputs is None or current_fiber() is None:
+        inputs, fiber = one_token(self._model, args, kwargs), current_fiber()
+        if inputs is None or fiber is None:
             return walk_alone(*args, **kwargs)
-        if self.apart:
-            decoder.walked(self.name, self.apart)
+        apart = self.apart or (_OF_ANOTHER if fiber.observer is not self._channel else "")
+        if apart:
+            decoder.walked(self.name, apart)
             return walk_alone(*args, **kwargs)
         if not decoder.meets_others(self):
             decoder.walked(self.name, "no other client decodes")
@@ -235,9 +241,16 @@ class JointDecoder:
         self._failed = False
         """Whether no channel could be opened. A further client that joins may show that it is possible again."""
 
-    def seat(self, name: str, model: Any, apart: str) -> Seat:
-        """Give a client's skeleton a seat. ``apart`` says why the client never takes part in walks, if so."""
-        seat = Seat(self, name, model, apart)
+    def seat(self, name: str, model: Any, channel: Channel, apart: str) -> Seat:
+        """Give a client's skeleton a seat.
+
+        Args:
+            name: the client's name.
+            model: its skeleton.
+            channel: its channel.
+            apart: why it never takes part in walks, or an empty text.
+        """
+        seat = Seat(self, name, model, channel, apart)
         enter(model, seat)
         if not apart:
             self._seats.add(seat)
@@ -309,7 +322,8 @@ class JointDecoder:
                 raise
         finally:
             self._walking, self._cache = (), None
-            if not self._seated:  # a client has left meanwhile
+            if not self._seated or not self._seats.issuperset(seat for seat, *_ in self._seated):  # a client has left
+                self._seated = ()
                 model.seat({})
             channel.end_walk()
             self.turn.ended()

@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from peft.tuners.ia3 import layer as ia3
 from peft.tuners.lora import layer as lora
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.nn.modules.dropout import _DropoutNd
@@ -31,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.utils import output_capturing
 
 from symbiosis.client.experts import VirtExperts
+from symbiosis.client.joint.adapters import in_place_of_base
 from symbiosis.client.joint.stacks import parameters_of
 from symbiosis.client.parameters import SharedParameter, times_owned, values_of
 from symbiosis.client.virtlayer import VirtLayer, VirtModule
@@ -70,6 +72,8 @@ class Reading:
         self._shared: list[SharedParameter] = []
         self._states: list[dict[str, Any]] = []
         """Attributes of all modules."""
+        self._replaced: list[bool] = []
+        """Whether they have a ``forward`` of their own."""
         self._dropouts: list[dict[str, Any]] = []
         """Attributes of the modules that training mode changes."""
         self._seen = _changes()
@@ -78,6 +82,8 @@ class Reading:
         self._hooks: list[Mapping[int, Any]] = []
         self.reason: str | None = None
         self.runs_own_code = False
+        self._untried: list[tuple[Any, Any]] = []
+        """Tuner layers whose own code is to run, and their base layers."""
         self._passing = False
         """Whether the reason, such as training mode, can end without a change that :meth:`is_current` detects."""
         try:
@@ -85,9 +91,12 @@ class Reading:
                 raise _WalksAloneError("a configuration of its own")
             self._read(model, reference, "")
             self._check_state()
+            for layer, base in self._untried:
+                _try(layer, base)
         except _WalksAloneError as error:
             self.reason = str(error)
         self._config, self._settings = model.config, dict(vars(model.config))
+        self._replaced = list(map(_has_own_forward, self._states))
         self._objects = list(chain.from_iterable(map(_values, self._contents)))
         self._ids = list(map(id, self._objects))
         self._versions = [buffer._version for buffer in self._buffers]
@@ -140,6 +149,8 @@ class Reading:
             return False
         if self._is_hooked() or any(map(_training, self._states)) or None in map(_fetch, self._shared):
             return False
+        if list(map(_has_own_forward, self._states)) != self._replaced:
+            return False
         return all(_attributes(module) == _attributes(other) for module, other in self._pairs)
 
     def _read(self, module: nn.Module, reference: nn.Module, name: str) -> None:
@@ -150,6 +161,12 @@ class Reading:
             self._read_tuner(name, module)
             self._read(module.base_layer, reference, name)
             return
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            for part in module.modules():
+                self._watch(part)
+            self._read_wrapper(name, module)
+            self._read(module.original_module, reference, name)
+            return
         self._watch(module)
         self._pairs.append((module, reference))
         if name and not _alike(type(module), type(reference)):
@@ -159,12 +176,12 @@ class Reading:
         if _attributes(module) != _attributes(reference):
             raise _WalksAloneError(f"other attributes of {name or type(module).__name__}")
         self._read_parameters(name, module, reference)
-        before = len(self._tuners)
+        before = len(self.adapted)
         for leaf, child in module._modules.items():
             other = reference._modules[leaf]
             if child is not None and other is not None and not self._is_a_sense(other):
                 self._read(child, other, f"{name}.{leaf}" if name else leaf)
-        if isinstance(module, VirtModule) and len(self._tuners) > before:
+        if isinstance(module, VirtModule) and len(self.adapted) > before:
             raise _WalksAloneError(f"an adapter inside {name}, which is served whole")
 
     def _is_a_sense(self, module: nn.Module) -> bool:
@@ -218,15 +235,15 @@ class Reading:
         if layer.disable_adapters or name in self.adapted:  # the code of an adapter around this one runs it
             return
         base = layer.get_base_layer()
-        if not isinstance(base, (VirtLayer, nn.Embedding)) or isinstance(base, (VirtModule, VirtExperts)):
+        if not _can_be_adapted(base):
             raise _WalksAloneError(f"an adapter on {type(base).__name__}, which is no base layer")
-        if any(getattr(layer, "sample_at_inference", {}).values()):
-            raise _WalksAloneError("an adapter that draws random numbers")
         adapter = _known(layer)
         if adapter is None:
             return
         if not adapter:
             self.runs_own_code = True
+            if isinstance(base, VirtLayer):
+                self._untried.append((layer, base))
         elif isinstance(layer, lora.Linear):
             self._scalings.append((layer.__dict__, adapter, layer.scaling[adapter]))
             pair = layer.lora_A[adapter], layer.lora_B[adapter]
@@ -239,6 +256,17 @@ class Reading:
         else:
             self._parameters.append((layer.ia3_l._parameters, adapter))
         self.adapted[name] = layer, adapter
+
+    def _read_wrapper(self, name: str, wrapper: Any) -> None:
+        """Note a module around another one, of which the client trains a copy, or the embeddings of some tokens."""
+        base = wrapper.original_module
+        if not _can_be_adapted(base):
+            raise _WalksAloneError(f"a {type(base).__name__} of its own at {name}")
+        others: list[Any] = [part for part in wrapper.modules() if isinstance(part, VirtLayer) and part is not base]
+        if any(part._own_weight() is None for part in others):
+            raise _WalksAloneError(f"a copy of {name} without values")
+        self.runs_own_code = True
+        self.adapted[name] = wrapper, ""
 
 
 class _Registrations:
@@ -296,10 +324,17 @@ def _alike(one: type[Any], reference: type[Any]) -> bool:
     return issubclass(reference, one) or (issubclass(one, VirtModule) and one.__bases__ == reference.__bases__)
 
 
+def _can_be_adapted(module: nn.Module) -> bool:
+    """Return whether the joint model can run a client's own code in place of a module."""
+    return isinstance(module, (VirtLayer, nn.Embedding)) and not isinstance(module, (VirtModule, VirtExperts))
+
+
 def _known(layer: Any) -> str | None:
     """Return the active adapter of a tuner layer if what it does to a row is known; None if there is no such adapter,
     and an empty text if the layer's own code must run."""
     if type(layer) not in _KINDS or isinstance(layer.base_layer, BaseTunerLayer):
+        return ""
+    if any(_has_own_forward(vars(part)) for part in layer.modules() if part is not layer.base_layer):
         return ""
     active = [adapter for adapter in layer.active_adapters if adapter in _parts(layer)]
     if not active:
@@ -311,10 +346,56 @@ def _known(layer: Any) -> str | None:
         parts: list[Any] = [layer.lora_A[adapter], layer.lora_B[adapter]]
         if any(type(part) is not nn.Linear or part.bias is not None for part in parts):
             return ""
+        if type(layer.lora_dropout[adapter]) not in (nn.Identity, nn.Dropout):
+            return ""
         a, b = parameters_of(layer, adapter)
         if a.dtype is not b.dtype or a.device != b.device or a.shape[:1] != b.shape[1:]:
             return ""
     return adapter if getattr(layer, "cast_input_dtype_enabled", True) else ""
+
+
+def _try(layer: Any, base: Any) -> None:
+    """Run a tuner layer on a row of zeros, with zeros as what its base layer gives.
+
+    Raises:
+        _WalksAloneError: its code needs more than what the base layer gives for one matrix of rows, or draws random
+            numbers, which would not be the client's.
+    """
+    calls = []
+
+    def stand_in(*given: Any) -> torch.Tensor:
+        (x,) = given  # requests have two arguments
+        calls.append(base._own_weight() is None)
+        return cast(torch.Tensor, x.new_zeros(*x.shape[:-1], base.spec.out_features))
+
+    def refuse(_: object) -> NoReturn:
+        raise RuntimeError("a request")
+
+    generators = [torch.default_generator]
+    row = torch.zeros(1, 1, base.spec.in_features, dtype=base.spec.dtype, device=base.weight.device)
+    if row.is_cuda:
+        generators.append(torch.cuda.default_generators[row.device.index])
+    before = [generator.get_state() for generator in generators]
+    try:
+        with base._requester.answered_by(refuse), in_place_of_base(layer, stand_in):
+            layer(row)
+    except Exception as error:
+        raise _WalksAloneError(f"an adapter that needs more than what its base layer gives ({_kind(layer)})") from error
+    drawn = not all(map(torch.equal, [generator.get_state() for generator in generators], before))
+    for generator, state in zip(generators, before, strict=True):
+        generator.set_state(state)
+    if drawn:
+        raise _WalksAloneError(f"an adapter that draws random numbers ({_kind(layer)})")
+    if calls != [True]:
+        raise _WalksAloneError(f"an adapter that does not call its base layer once ({_kind(layer)})")
+
+
+def _kind(layer: Any) -> str:
+    return f"{type(layer).__module__.split('.')[-2]} {type(layer).__name__}"
+
+
+def _has_own_forward(state: Mapping[str, Any]) -> bool:
+    return "forward" in state
 
 
 def _parts(layer: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,10 +107,11 @@ class Slot(NamedTuple):
             return False
         return [a.data_ptr(), b.data_ptr()] == [matrix.data_ptr() for matrix in self.matrices]
 
-    def give_back(self) -> None:
-        """Give the client its parameters back, as tensors of its own."""
+    def give_back(self, *, leaves: bool) -> None:
+        """Give the client its parameters back, as tensors of its own. Unless the client leaves, one to which other
+        tensors refer stays where it is, so that these have its values still."""
         for parameter, matrix in zip((self.a, self.b), self.matrices, strict=True):
-            if parameter.data_ptr() == matrix.data_ptr():
+            if parameter.data_ptr() == matrix.data_ptr() and (leaves or not has_other_users(matrix, 2)):
                 parameter.data = parameter.data.clone()
         self.stack.give_back(self.number, self.matrices)
 
@@ -129,27 +130,27 @@ class Stacks:
         """Return the slots of a client's adapters (A and B by layer), given the slots that it has. Parameters whose
         memory has other users get none."""
         kept = {name: slot for name, slot in held.items() if name in adapters and slot.holds(*adapters[name])}
-        give_back(slot for name, slot in held.items() if name not in kept)
+        for name, slot in held.items():
+            if name not in kept:
+                slot.give_back(leaves=False)
         return kept | {
             name: self._stack(name, a, b).take(a, b)
             for name, (a, b) in adapters.items()
             if name not in kept and not has_other_users(a) and not has_other_users(b)
         }
 
+    def free(self) -> None:
+        """Forget the stacks in which no client has a slot."""
+        for stacks in self._stacks.values():
+            stacks[:] = [stack for stack in stacks if not stack.is_empty()]
+
     def _stack(self, name: str, a: torch.Tensor, b: torch.Tensor) -> Stack:
         stacks = self._stacks.setdefault(name, [])
         found = next((stack for stack in stacks if stack.fits(a, b)), None)
         if found is None:
-            stacks[:] = [stack for stack in stacks if not stack.is_empty()]
             found = Stack(a.data, b.data)
             stacks.append(found)
         return found
-
-
-def give_back(slots: Iterable[Slot]) -> None:
-    """Give clients the parameters in these slots back."""
-    for slot in slots:
-        slot.give_back()
 
 
 class StackRows:
@@ -198,10 +199,10 @@ class StackRows:
             total.index_copy_(0, self._rows, product.to(total.dtype))
 
 
-def has_other_users(tensor: torch.Tensor) -> bool:
-    """Return whether another tensor has the memory of this one: an entry of a state dict, the flat buffer of an
-    optimizer, or a matrix that autograd keeps."""
-    return _users(tensor) > _USERS_OF_ONE
+def has_other_users(tensor: torch.Tensor, known: int = 1) -> bool:
+    """Return whether tensors besides this one, or besides so many that are known, have its memory: an entry of a state
+    dict, the flat buffer of an optimizer, or a matrix that autograd keeps."""
+    return _users(tensor) > _USERS_OF_ONE + known - 1
 
 
 def _users(tensor: torch.Tensor) -> float:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from symbiosis.client.joint.captured import Step
 from symbiosis.errors import copied
 
+_NOT_READY = "no other client was ready"
+
 
 class Turn:
     """Begins one token after another.
@@ -88,18 +90,18 @@ class Turn:
             return
         self._waiting = [step for step in self._waiting if step.reply.done()]
         (structure, _), *_ = Counter([step.structure for step in waiting]).most_common(1)
+        alike = [step for step in waiting if step.structure == structure]
         steps: list[Step] = []
-        others, rows = "no other client was ready", 0
-        for step in waiting:
-            if step.structure == structure:
-                if rows + len(step.ids) <= self._most_rows:
-                    steps.append(step)
-                    rows += len(step.ids)
-                else:
-                    others = f"a joint walk has up to {self._most_rows:g} rows"
-        if len(steps) == 1:
-            steps = []
-        self.apart([step for step in waiting if step not in steps], others)
-        if steps:
+        rows = 0
+        for step in alike:
+            if rows + len(step.ids) <= self._most_rows:
+                steps.append(step)
+                rows += len(step.ids)
+        if len(steps) > 1:
+            full = f"a joint walk has up to {self._most_rows:g} rows"
+            self.apart([step for step in alike if step not in steps], full)
+            self.apart([step for step in waiting if step not in alike], _NOT_READY)
             self.began()
             self._together(steps)
+        else:
+            self.apart(waiting, _NOT_READY)
