@@ -16,6 +16,8 @@ from symbiosis.errors import ShareError
 
 LAYERS = 1000
 """Number of layers that a configuration may always name, whatever the share holds: some models use a layer again."""
+LABELS = 1 << 20
+"""Most labels of a configuration. transformers makes a name for each."""
 MODULES = 100
 """A model may have ``MODULES * (names in its share + LAYERS)`` modules. Most modules have a parameter, and so a name in
 the share."""
@@ -49,5 +51,7 @@ def _check_layers(config: Any, most: int) -> None:
     for name, value in config.items() if isinstance(config, Mapping) else ():
         if isinstance(value, Mapping):
             _check_layers(value, most)
+        elif isinstance(value, int) and name == "num_labels" and value > LABELS:
+            raise ShareError(f"the executor's configuration has num_labels {value}; {LABELS} are allowed")
         elif isinstance(value, int) and str(name).endswith(("layer", "layers")) and value > most:
             raise ShareError(f"the executor's configuration has {str(name)[:100]} {value}; its share allows {most}")

@@ -253,8 +253,8 @@ class _VirtLinear(VirtLayer):
         if pass_ is Pass.FORWARD and self._rounds_twice(x):
             pass_ = Pass.FORWARD_WITHOUT_BIAS
         y = self._call(x, pass_)
-        if pass_ is not Pass.FORWARD:
-            y = (y + cast(torch.Tensor, self.bias)).to(y.dtype)  # the bias may be wider
+        if pass_ is not Pass.FORWARD and (bias := self.bias) is not None:
+            y = (y + cast(torch.Tensor, bias)).to(y.dtype)  # the bias may be wider
         return y
 
     def _rounds_twice(self, x: torch.Tensor) -> bool:
@@ -262,10 +262,13 @@ class _VirtLinear(VirtLayer):
         return False
 
     def _pass(self) -> Pass:
-        bias = self._parameters["bias"]  # self.bias would go through nn.Module.__getattr__
-        if bias is None or (type(bias) is SharedParameter and not bias.own):
+        own = self._parameters  # self.bias would go through nn.Module.__getattr__
+        bias = own.get("bias")
+        if bias is None and "bias" in own and not self.spec.bias:
             return Pass.FORWARD
-        return Pass.FORWARD_WITHOUT_BIAS
+        if type(bias) is SharedParameter and not bias.own:
+            return Pass.FORWARD
+        return Pass.FORWARD_WITHOUT_BIAS  # the tenant has changed it, has removed it, or computes it from others
 
     def _own_weight(self) -> torch.Tensor | None:
         """Return the weight if the tenant has one of its own, otherwise None."""
@@ -306,7 +309,7 @@ class VirtLinear(_VirtLinear, nn.Linear):  # type: ignore[misc]
 
     def _rounds_twice(self, x: torch.Tensor) -> bool:
         # torch adds the bias inside the product only if x has two dimensions or is contiguous.
-        return x.ndim > 2 and self._parameters["bias"] is not None and not x.is_contiguous()
+        return x.ndim > 2 and self._parameters.get("bias") is not None and not x.is_contiguous()
 
 
 class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]
@@ -348,7 +351,7 @@ class VirtModule(VirtLayer):
             if child is not None
         ]
         self._parts = [m._parameters for m in self.modules() if not isinstance(m, _VirtLinear)]
-        self._dropouts = [m for m in self.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+        self._dropouts = [m for m in self.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
 
     def _check_can_run_here(self) -> None:
         """Raise unless all weights inside are the client's, or belong to layers that are served by themselves too."""
@@ -374,7 +377,7 @@ class VirtModule(VirtLayer):
             for parameter in parameters.values():
                 if parameter is not None and not (isinstance(parameter, SharedParameter) and not parameter.own):
                     return False
-        return not (self.training and self._dropouts)
+        return not (self.training and any(m.p > 0 for m in self._dropouts))
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.compiler.is_compiling():
@@ -416,7 +419,7 @@ def rehearse(
     """Return the keys that the model's linear layers ask for.
 
     The model is walked once, without a request and without gradients, to see which layers are asked together. Random
-    numbers are drawn from a copy of the client's stream.
+    numbers are drawn from a copy of the client's stream, and buffers, such as those of batch norms, are as before.
 
     Args:
         model: the client's model.
@@ -425,8 +428,14 @@ def rehearse(
         inputs: arguments of the model; if there are none, one token with id 0.
         device: device of that token.
     """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with RandomStream(device), requester.rehearsing(), torch.no_grad():
-        model(**(inputs or {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}))
+        try:
+            model(**(inputs or {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}))
+        finally:
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
     keys: dict[Key, None] = {}
     for layer in model.modules():
         if isinstance(layer, _VirtLinear):

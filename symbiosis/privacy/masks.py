@@ -29,7 +29,7 @@ class MaskedKey:
     """How the requests of one client for one key are sent with masked rows."""
 
     key: Key
-    """Key of the masked requests: in fp32 where the layers have a narrower dtype."""
+    """Key of the masked requests: in fp32 where the layers have a narrower dtype, or may multiply in one."""
     effects: Key
     """Key of requests for the effects of noise: the same without the bias."""
     layers: tuple[LayerSpec, ...]

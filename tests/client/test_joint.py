@@ -25,7 +25,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import symbiosis
 from symbiosis import Client, Executor
-from symbiosis.client.joint.attention import JointError
+from symbiosis.client.joint.attention import JointCache, JointError
 from symbiosis.client.joint.decoder import JointDecoder
 from symbiosis.client.joint.turn import Turn
 from symbiosis.core.registry import make_transport
@@ -314,20 +314,36 @@ async def test_a_model_that_operations_of_other_clients_call_at_once() -> None:
             assert (one - other).abs().max() <= LOGITS * other.abs().max()
 
 
+class InNextWalk(LogitsProcessor):
+    """Calls a function from within the joint walk of a client's next token, once its text has ten tokens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+        self._act, self._ready, update = act, False, JointCache.update
+
+        def updating(cache: JointCache, *args: Any, **kwargs: Any) -> Any:
+            if self._ready:
+                self._ready = False
+                self._act()
+            return update(cache, *args, **kwargs)
+
+        monkeypatch.setattr(JointCache, "update", updating)
+
+    def __call__(self, ids: Any, scores: Any) -> Any:
+        self._ready = self._ready or ids.shape[1] == 10
+        return scores
+
+
 @pytest.mark.parametrize("kind", [ia3, lora])
-async def test_a_cancelled_tenant_may_delete_its_adapter_at_once(kind: Callable[[], Any]) -> None:
+async def test_a_cancelled_tenant_may_delete_its_adapter_at_once(
+    kind: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = model_of("llama")
     plain_base = copy.deepcopy(base)
-
-    class Cancel(LogitsProcessor):
-        def __call__(self, ids: Any, scores: Any) -> Any:
-            if ids.shape[1] == 10:
-                asyncio.get_running_loop().call_soon(going.cancel)  # while the next token is under way
-            return scores
+    processors = LogitsProcessorList([InNextWalk(monkeypatch, lambda: going.cancel())])
 
     async def write_and_delete(client: Client) -> None:
         try:
-            await generate(client, logits_processor=LogitsProcessorList([Cancel()]))
+            await generate(client, logits_processor=processors)
         finally:
             client.model.delete_adapter("default")
 
@@ -683,6 +699,26 @@ async def test_tokens_that_come_after_the_end_end_at_once() -> None:
         with pytest.raises(ExecutorClosedError):
             await asyncio.wait_for(step.reply, 1)
     assert len({id(step.reply.exception()) for step in steps}) == 3, "each client has an error of its own"
+
+
+@pytest.mark.parametrize(
+    ("rows", "joint"), [((40, 40), ()), ((64, 1), ()), ((100, 8, 9), (1, 2)), ((8, 60, 9), (0, 2))]
+)
+async def test_clients_that_do_not_fit_into_a_walk_walk_alone_and_say_why(rows: Any, joint: Any) -> None:
+    loop, walks = asyncio.get_running_loop(), []
+    turn = Turn(walks.append, 64)
+    steps: list[Any] = [
+        SimpleNamespace(reply=loop.create_future(), structure=(), alone="", ids=torch.zeros(count, 1)) for count in rows
+    ]
+    other = SimpleNamespace(reply=loop.create_future(), structure=("another",), alone="", ids=torch.zeros(1, 1))
+    for step in (*steps, other):
+        turn.arrive(step)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert walks == ([[steps[number] for number in joint]] if joint else [])
+    alone = [step for number, step in enumerate(steps) if number not in joint]
+    assert {step.alone for step in alone} == {"a joint walk has up to 64 rows"}
+    assert other.alone == "no other client was ready"
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import copy
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from symbiosis import Executor
 from symbiosis.testing import tiny_model
-from tests.client.test_joint import OPTIONS, assert_equal, generate, model_of, plain, ready, text, texts
+from symbiosis.testing.zoo import zoo_model
+from tests.client.test_joint import OPTIONS, InNextWalk, assert_equal, generate, model_of, plain, ready, text, texts
 from tests.client.test_methods import AGREE, CLOSE, TASK, config
 from tests.helpers import LOGITS, lora
 
@@ -22,6 +24,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     **AGREE,
     **CLOSE,
     "pvera-sampling": lambda: config("Pvera", r=4, target_modules=["q_proj"], sample_at_inference=True, **TASK),
+    "tied-tokens": lambda: config("TrainableTokens", token_indices=[3, 4], **TASK),
     "tied-head": lambda: lora(target_modules=["q_proj"], target_parameters=["lm_head.weight"], lora_dropout=0.0),
     "own-head": lambda: lora(modules_to_save=["lm_head"]),
     "own-embedding": lambda: lora(modules_to_save=["embed_tokens"]),
@@ -32,7 +35,7 @@ ALONE = {
     "hra": "an adapter that needs more than what its base layer gives (hra HRALinear)",
     "hra-orthogonal": "an adapter that needs more than what its base layer gives (hra HRALinear)",
     "pvera-sampling": "an adapter that draws random numbers (pvera Linear)",
-    "tied-head": "an adapter that does not call its base layer once (lora ParamWrapper)",
+    "tied-head": "an adapter that changes its base layer (lora ParamWrapper)",
     "own-norm": "a LlamaRMSNorm of its own at model.layers.0.input_layernorm",
     "activated-lora": "forward hooks",
     "lora-replicated-layers": "a configuration of its own",
@@ -48,7 +51,7 @@ PROMPTS = ("prompt", "p-tuning")
 @pytest.mark.parametrize("method", METHODS)
 async def test_each_tenant_gets_what_plain_peft_gives(method: str) -> None:
     """Two tenants have the method, with one and two texts, and one has plain LoRA."""
-    base = tiny_model("llama", tie_word_embeddings=method == "tied-head")
+    base = tiny_model("llama", tie_word_embeddings=method.startswith("tied"))
     base.generation_config.eos_token_id = None
     plain_base = copy.deepcopy(base)
     configs = [METHODS[method](), lora(), METHODS[method]()]
@@ -175,17 +178,17 @@ async def test_an_error_of_an_adapters_code_is_its_tenants_alone() -> None:
     assert joint >= 4
 
 
-async def test_a_cancelled_tenant_goes_on_while_its_adapters_code_is_suspended() -> None:
+async def test_a_cancelled_tenant_goes_on_while_its_adapters_code_is_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     base = model_of("llama")
     plain_base = copy.deepcopy(base)
     config = AGREE["lokr"]()
     again: list[asyncio.Task[Any]] = []
 
-    class Cancel(LogitsProcessor):
-        def __call__(self, ids: Any, scores: Any) -> Any:
-            if ids.shape[1] == 12:
-                asyncio.get_running_loop().call_soon(restart)  # while the next token is under way
-            return scores
+    def restart() -> None:
+        going.cancel()
+        again.append(asyncio.ensure_future(generate(clients[0])))
 
     async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
         clients = [
@@ -193,12 +196,8 @@ async def test_a_cancelled_tenant_goes_on_while_its_adapters_code_is_suspended()
             for number in range(3)
         ]
         await ready(executor, clients)
-
-        def restart() -> None:
-            going.cancel()
-            again.append(asyncio.ensure_future(generate(clients[0])))
-
-        going = asyncio.ensure_future(generate(clients[0], logits_processor=LogitsProcessorList([Cancel()])))
+        processors = LogitsProcessorList([InNextWalk(monkeypatch, restart)])
+        going = asyncio.ensure_future(generate(clients[0], logits_processor=processors))
         outs = await asyncio.gather(*map(generate, clients[1:]))
         await asyncio.wait([going])
         outs.insert(0, await again[0])
@@ -207,6 +206,62 @@ async def test_a_cancelled_tenant_goes_on_while_its_adapters_code_is_suspended()
     for number, out in enumerate(outs):
         right = plain(plain_base, config, number).generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS)
         assert_equal(out, right)
+
+
+async def test_a_head_with_results_of_another_size_disturbs_nobody() -> None:
+    def change(model: Any) -> None:
+        torch.manual_seed(0)
+        model.base_model.model.lm_head.modules_to_save["default"] = torch.nn.Linear(32, 10, bias=False).eval()
+
+    got, right, _ = await _decode_with_others(change, lora(modules_to_save=["lm_head"]))
+    for one, other in zip(got, right(), strict=True):
+        assert (one - other).abs().max() <= LOGITS * other.abs().max()
+
+
+async def test_a_forward_of_the_tenants_own_runs_while_adapters_are_disabled() -> None:
+    def change(model: Any) -> None:
+        layer = model.base_model.model.model.layers[0].self_attn.q_proj
+        layer.forward = MethodType(lambda self, *args, **kwargs: 2 * type(self).forward(self, *args, **kwargs), layer)
+        model.base_model.disable_adapter_layers()
+
+    got, right, joint = await _decode_with_others(change, lora())
+    assert joint >= 10
+    for one, other in zip(got, right(), strict=True):
+        assert (one - other).abs().max() <= LOGITS * other.abs().max()
+
+
+async def test_a_second_dora_adapter() -> None:
+    def change(model: Any) -> None:
+        torch.manual_seed(5)
+        model.add_adapter("second", CLOSE["dora"]())
+        model.base_model.set_adapter("second")
+        model.eval()
+
+    got, right, joint = await _decode_with_others(change, CLOSE["dora"]())
+    assert joint >= 9
+    for one, other in zip(got, right(), strict=True):
+        assert (one - other).abs().max() <= 10 * LOGITS * other.abs().max()
+
+
+async def test_embeddings_of_positions_of_a_tenants_own() -> None:
+    """OPT's get several tensors."""
+    base = zoo_model("OPTForCausalLM")
+    base.generation_config.eos_token_id = None
+    plain_base = copy.deepcopy(base)
+    configs = [lora(), lora(), lora(modules_to_save=["embed_positions"])]
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(executor.client(kind, name=str(number), seed=number))
+            for number, kind in enumerate(configs)
+        ]
+        await ready(executor, clients[:2])
+        outs = await asyncio.gather(*(generate(client) for client in clients))
+        counts = executor.statistics().clients
+    assert [counts[str(number)].joint >= 8 for number in range(3)] == [True, True, False], counts
+    assert not any("a joint walk failed" in count.alone for count in counts.values())
+    for number, out in enumerate(outs):
+        model = plain(plain_base, configs[number], number)
+        assert_equal(out, model.generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS))
 
 
 async def test_layers_beside_a_tenants_that_changes_their_input_still_share_requests() -> None:
@@ -219,6 +274,8 @@ async def test_layers_beside_a_tenants_that_changes_their_input_still_share_requ
         ]
         await ready(executor, clients)
         await asyncio.gather(*(generate(client, tokens=24) for client in clients))
+        tokens = executor.statistics().clients["0"].tokens["decode"]
+        assert tokens == pytest.approx(23, abs=0.5), "a tenant is charged for its own rows"
         await clients[2].close()
         executor.reset_statistics()
         await asyncio.gather(*(generate(client, tokens=24) for client in clients[:2]))

@@ -185,3 +185,9 @@ def test_a_tokenizer_is_read_without_code_and_hub(tokenizer: dict[str, bytes], m
     )
     assert tokenizer_of(tokenizer, "shm:///x") == "read"
     assert given == {"trust_remote_code": False, "local_files_only": True}
+
+
+def test_a_configuration_with_too_many_labels_is_refused() -> None:
+    """transformers makes a name for each."""
+    with pytest.raises(ShareError, match="num_labels 2000000000"), bounded_build({"sub": {"num_labels": 2 * 10**9}}, 1):
+        pass

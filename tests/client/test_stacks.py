@@ -105,6 +105,11 @@ async def test_a_parameter_to_which_other_tensors_refer_stays_where_it_is() -> N
         for view in views:
             view.add_(1)
         assert all(torch.equal(p, view) for p, view in zip(parameters, views, strict=True))
+        (seat,) = [seat for seat in executor._joint._seats if seat.name == clients[0].name]
+        assert not seat.slots
+        await asyncio.gather(*map(generate, clients))
+        assert seat.slots, "parameters that have stayed take part again"
+        assert not seat._parked
 
 
 async def test_stacks_without_clients_are_freed() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import BertConfig, BertForMaskedLM
 
 import symbiosis
@@ -21,6 +22,7 @@ from symbiosis.client import siblings
 from symbiosis.client.virtlayer import VirtLayer, VirtLinear
 from symbiosis.errors import RequestError, UsageError
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
+from symbiosis.testing.zoo import zoo_model
 from tests.helpers import BATCH, IDS, in_thread, lora
 
 
@@ -577,3 +579,77 @@ async def test_tracing_is_refused(base: Any, tmp_path: Path, write_down: Callabl
         expected = base(IDS).logits
         assert torch.equal(await in_thread(opened), expected)
         assert torch.equal((await client.forward(IDS)).logits, expected)
+
+
+def _remove(layer: Any) -> None:
+    layer.bias = None
+
+
+def _prune(layer: Any) -> None:
+    prune.random_unstructured(layer, "bias", amount=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "change", "base_layers"),
+    [
+        ("OPTForCausalLM", "model.decoder.layers.0.fc1", _remove, "linear"),
+        ("OPTForCausalLM", "model.decoder.layers.0.fc1", _prune, "linear"),
+        ("GPT2LMHeadModel", "transformer.h.0.mlp.c_fc", _prune, "mlp"),
+    ],
+)
+async def test_a_bias_that_the_tenant_removes_or_prunes(
+    name: str, layer: str, change: Callable[[Any], None], base_layers: str
+) -> None:
+    base = zoo_model(name)
+    with torch.no_grad():
+        base.get_submodule(layer).bias.normal_()
+    right = copy.deepcopy(base)
+    async with symbiosis.Executor(base, base_layers=base_layers) as executor, executor.client(seed=0) as client:
+        before = (await client.forward(input_ids=IDS)).logits
+        client.manual_seed(3)
+        await client.run(lambda: change(client.model.get_submodule(layer)))
+        found = (await client.forward(input_ids=IDS)).logits
+    torch.manual_seed(3)
+    change(right.get_submodule(layer))
+    torch.testing.assert_close(found, right.eval()(input_ids=IDS).logits, rtol=0, atol=1e-5)
+    assert not torch.allclose(found, before, atol=1e-3)
+
+
+async def test_dropout_that_the_tenant_switches_on_inside_a_module_that_is_served_whole() -> None:
+    base = tiny_model("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    right = copy.deepcopy(base)
+
+    def loss(model: Any) -> Any:
+        model.train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.5
+        return model(input_ids=IDS, labels=IDS).loss
+
+    async with symbiosis.Executor(base, base_layers="mlp") as executor, executor.client(seed=0) as client:
+        client.manual_seed(3)
+        found = await client.run(loss, client.model)
+    torch.manual_seed(3)
+    torch.testing.assert_close(found, loss(right), rtol=1e-5, atol=0)
+
+
+async def test_preparation_does_not_change_buffers() -> None:
+    """Batch norms note the mean of what they see in training."""
+
+    class Noted(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            return self.inner(x)
+
+    base = tiny_model()
+    base.model.norm = Noted(base.model.norm)
+    async with symbiosis.Executor(base) as executor, executor.client(privacy="noise-pool:size=4") as client:
+        await client.precompute()
+        assert client.model.model.norm.seen.item() == 0
+        await client.forward(input_ids=IDS)
+        assert client.model.model.norm.seen.item() == 1

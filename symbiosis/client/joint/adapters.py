@@ -95,7 +95,7 @@ class RowAdapters:
         changed = {place: found for place, found in given.items() if found is not None and found is not rows[place]}
         if not changed:
             return {}
-        results = layer.apart(torch.cat(list(changed.values())))
+        results = layer.apart(changed)
         sizes = [self._sizes[place] for place in changed]
         return dict(zip(changed, results.split_with_sizes(sizes), strict=True))
 
@@ -173,7 +173,11 @@ class _OwnCode:
         """Return its result, given the base layer's; None if it has failed."""
         found = self._result if self._code.dead else self._run(y)
         while found is not None and not self._code.dead:
-            found = self._run(self._layer.apart(found))
+            found = self._run(self._layer.apart({self.place: found}))
+        if found is not None and (found.shape, found.dtype, found.device) != (y.shape, y.dtype, y.device):
+            error = RuntimeError("the results of an adapter have another shape or dtype than those of its base layer")
+            cast(JointCache, walk.get()).drop(self.place, error)
+            return None
         return found
 
     def close(self) -> None:
@@ -200,14 +204,17 @@ def _suspended(*given: Any) -> Any:
 
 
 @contextlib.contextmanager
-def in_place_of_base(layer: Any, stand_in: Callable[..., Any]) -> Iterator[None]:
-    """Replace what the base layer of a tuner layer computes, and its requests, inside the ``with`` block."""
+def in_place_of_base(layer: Any, stand_in: Callable[..., Any], **more: Callable[..., Any]) -> Iterator[None]:
+    """Replace what the base layer of a tuner layer computes, its requests, and ``more`` methods inside the ``with``
+    block."""
     base = layer.original_module if isinstance(layer, AuxiliaryTrainingWrapper) else layer.get_base_layer()
-    base.__dict__["forward"] = base.__dict__["request"] = stand_in
+    replaced = {"forward": stand_in, "request": stand_in, **more}
+    base.__dict__.update(replaced)
     try:
         yield
     finally:
-        del base.__dict__["forward"], base.__dict__["request"]
+        for name in replaced:
+            del base.__dict__[name]
 
 
 class _JointLayer:
@@ -222,24 +229,33 @@ class _JointLayer:
         """Return what the base layer does to the rows of all clients."""
         return super().forward(x)  # type: ignore[misc,no-any-return]
 
-    def apart(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what it does to rows that the layers beside it do not get, as those of OFT."""
+    def apart(self, rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return what it does to rows of the clients at some places that the layers beside it do not get, as those of
+        OFT."""
         layer: Any = self
         before, layer.may_have_siblings = layer.may_have_siblings, False
         try:
-            return self.base(x)
+            with self._charged({place: len(own) for place, own in rows.items()}):
+                return self.base(torch.cat(list(rows.values())))
         finally:
             layer.may_have_siblings = before
 
     def request_of(self, place: int, key: Key, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Send a request for the client at a place, as :meth:`~symbiosis.client.virtlayer.VirtLayer.request` does."""
         layer: Any = self
-        requester, all_clients = layer._requester, layer._requester.joint
-        requester.joint = {list(all_clients)[place]: 1.0}
-        try:
+        with self._charged({place: 1}):
             return layer.request(key, x)  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _charged(self, rows: Mapping[int, int]) -> Iterator[None]:
+        """Have requests be those of the clients at some places, with so many rows each, inside the ``with`` block."""
+        requester = self._requester  # type: ignore[attr-defined]
+        everyone, names = requester.joint, list(requester.joint)
+        requester.joint = {names[place]: count / sum(rows.values()) for place, count in rows.items()}
+        try:
+            yield
         finally:
-            requester.joint = all_clients
+            requester.joint = everyone
 
 
 class EmbeddingAdapters(NamedTuple):

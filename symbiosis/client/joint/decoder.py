@@ -64,7 +64,9 @@ class Seat:
         self.version = 0
         """Changes with the reading."""
         self.slots: dict[str, Slot] = {}
-        """Places of the client's adapters in stacks, by layer."""
+        """Places of the client's active adapters in stacks, by layer."""
+        self._parked: list[Slot] = []
+        """Places of other adapters of the client."""
         self._decoder = decoder
         self._channel = channel
         self._model = model
@@ -90,9 +92,9 @@ class Seat:
 
     def give_back(self) -> None:
         """Give the client its parameters back. It must not be in an operation."""
-        for slot in self.slots.values():
-            slot.give_back(leaves=True)
-        self.slots = {}
+        for slot in (*self.slots.values(), *self._parked):
+            slot.give_back()
+        self.slots, self._parked = {}, []
         if self._decoder.stacks is not None:
             self._decoder.stacks.free()
 
@@ -170,7 +172,8 @@ class Seat:
             self._reading = reading = Reading(self._model, joint.module, joint.settings)
             self.version += 1
             if self._decoder.stacks is not None:
-                self.slots = self._decoder.stacks.place(self.slots, {} if reading.reason else reading.lora())
+                held = (*self.slots.values(), *self._parked)
+                self.slots, self._parked = self._decoder.stacks.place(held, {} if reading.reason else reading.lora())
                 reading.note_places()
         if reading.reason is not None:
             return reading.reason

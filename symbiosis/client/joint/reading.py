@@ -8,12 +8,13 @@ replaced ``forward``, are compared at the first token of each operation.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from peft.tuners.ia3 import layer as ia3
@@ -212,6 +213,8 @@ class Reading:
         return any(map(_has_effect, filter(None, self._hooks)))
 
     def _read_parameters(self, name: str, module: nn.Module, other: nn.Module) -> None:
+        if _given(module) != _given(other):
+            raise _WalksAloneError(f"other parameters of {name}")
         for leaf, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -232,7 +235,9 @@ class Reading:
         self._tuners.append((layer, layer._disable_adapters, layer._active_adapter))
         if layer.merged_adapters:
             raise _WalksAloneError("a merged adapter")
-        if layer.disable_adapters or name in self.adapted:  # the code of an adapter around this one runs it
+        if name in self.adapted:  # the code of an adapter around this one runs it
+            return
+        if layer.disable_adapters and not _is_replaced(layer):
             return
         base = layer.get_base_layer()
         if not _can_be_adapted(base):
@@ -242,8 +247,7 @@ class Reading:
             return
         if not adapter:
             self.runs_own_code = True
-            if isinstance(base, VirtLayer):
-                self._untried.append((layer, base))
+            self._untried.append((layer, base))
         elif isinstance(layer, lora.Linear):
             self._scalings.append((layer.__dict__, adapter, layer.scaling[adapter]))
             pair = layer.lora_A[adapter], layer.lora_B[adapter]
@@ -266,6 +270,7 @@ class Reading:
         if any(part._own_weight() is None for part in others):
             raise _WalksAloneError(f"a copy of {name} without values")
         self.runs_own_code = True
+        self._untried.append((wrapper, base))
         self.adapted[name] = wrapper, ""
 
 
@@ -313,6 +318,11 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def _given(module: nn.Module) -> set[str]:
+    """Return the names of the parameters that a module has."""
+    return {leaf for leaf, parameter in module._parameters.items() if parameter is not None}
+
+
 def _has_effect(hooks: Mapping[int, Any]) -> bool:
     """Return whether a module has hooks with an effect in a call for logits alone. Those that transformers leaves on
     modules after a call for hidden states or attentions have none."""
@@ -326,7 +336,9 @@ def _alike(one: type[Any], reference: type[Any]) -> bool:
 
 def _can_be_adapted(module: nn.Module) -> bool:
     """Return whether the joint model can run a client's own code in place of a module."""
-    return isinstance(module, (VirtLayer, nn.Embedding)) and not isinstance(module, (VirtModule, VirtExperts))
+    if isinstance(module, nn.Embedding):  # some for positions get several tensors
+        return len(inspect.signature(type(module).forward).parameters) == 2
+    return isinstance(module, VirtLayer) and not isinstance(module, (VirtModule, VirtExperts))
 
 
 def _known(layer: Any) -> str | None:
@@ -334,7 +346,7 @@ def _known(layer: Any) -> str | None:
     and an empty text if the layer's own code must run."""
     if type(layer) not in _KINDS or isinstance(layer.base_layer, BaseTunerLayer):
         return ""
-    if any(_has_own_forward(vars(part)) for part in layer.modules() if part is not layer.base_layer):
+    if _is_replaced(layer):
         return ""
     active = [adapter for adapter in layer.active_adapters if adapter in _parts(layer)]
     if not active:
@@ -355,43 +367,57 @@ def _known(layer: Any) -> str | None:
 
 
 def _try(layer: Any, base: Any) -> None:
-    """Run a tuner layer on a row of zeros, with zeros as what its base layer gives.
+    """Run a tuner layer on a row of zeros, with zeros as what its base layer gives. An embedding gets token 0.
 
     Raises:
-        _WalksAloneError: its code needs more than what the base layer gives for one matrix of rows, or draws random
-            numbers, which would not be the client's.
+        _WalksAloneError: its code needs more than what the base layer gives for one matrix of rows, draws random
+            numbers, which would not be the client's, or gives other results than rows like the base layer's.
     """
-    calls = []
+    calls, device = [], base.weight.device
+    if isinstance(base, nn.Embedding):
+        row, wanted = torch.zeros(1, 1, dtype=torch.long, device=device), None
+    else:
+        row = torch.zeros(1, 1, base.spec.in_features, dtype=base.spec.dtype, device=device)
+        wanted = torch.zeros(1, 1, base.spec.out_features, dtype=base.spec.dtype, device=device)
 
-    def stand_in(*given: Any) -> torch.Tensor:
-        (x,) = given  # requests have two arguments
+    def stand_in(x: torch.Tensor) -> torch.Tensor:
         calls.append(base._own_weight() is None)
-        return cast(torch.Tensor, x.new_zeros(*x.shape[:-1], base.spec.out_features))
+        return x.new_zeros(*x.shape[:-1], base.spec.out_features)
 
-    def refuse(_: object) -> NoReturn:
-        raise RuntimeError("a request")
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeError("a product with the weights of its base layer")
 
     generators = [torch.default_generator]
-    row = torch.zeros(1, 1, base.spec.in_features, dtype=base.spec.dtype, device=base.weight.device)
-    if row.is_cuda:
-        generators.append(torch.cuda.default_generators[row.device.index])
-    before = [generator.get_state() for generator in generators]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    states = [generator.get_state() for generator in generators]
     try:
-        with base._requester.answered_by(refuse), in_place_of_base(layer, stand_in):
-            layer(row)
+        if wanted is None:
+            wanted, found = base(row), layer(row)
+        else:
+            with base._requester.rehearsing(), in_place_of_base(layer, stand_in, multiply=refuse):
+                found = layer(row)
+        drawn = not all(map(torch.equal, [generator.get_state() for generator in generators], states))
     except Exception as error:
         raise _WalksAloneError(f"an adapter that needs more than what its base layer gives ({_kind(layer)})") from error
-    drawn = not all(map(torch.equal, [generator.get_state() for generator in generators], before))
-    for generator, state in zip(generators, before, strict=True):
-        generator.set_state(state)
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
     if drawn:
         raise _WalksAloneError(f"an adapter that draws random numbers ({_kind(layer)})")
-    if calls != [True]:
-        raise _WalksAloneError(f"an adapter that does not call its base layer once ({_kind(layer)})")
+    if calls not in ([], [True]):
+        raise _WalksAloneError(f"an adapter that changes its base layer ({_kind(layer)})")
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        raise _WalksAloneError(f"an adapter whose results have another shape or dtype ({_kind(layer)})")
 
 
 def _kind(layer: Any) -> str:
     return f"{type(layer).__module__.split('.')[-2]} {type(layer).__name__}"
+
+
+def _is_replaced(layer: Any) -> bool:
+    """Return whether a tuner layer, or a part of it, has a ``forward`` of the tenant's own."""
+    return any(_has_own_forward(vars(part)) for part in layer.modules() if part is not layer.get_base_layer())
 
 
 def _has_own_forward(state: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,11 +107,14 @@ class Slot(NamedTuple):
             return False
         return [a.data_ptr(), b.data_ptr()] == [matrix.data_ptr() for matrix in self.matrices]
 
-    def give_back(self, *, leaves: bool) -> None:
-        """Give the client its parameters back, as tensors of its own. Unless the client leaves, one to which other
-        tensors refer stays where it is, so that these have its values still."""
+    def is_referred_to(self) -> bool:
+        """Return whether other tensors than the parameters have their memory."""
+        return any(has_other_users(matrix, 2) for matrix in self.matrices)
+
+    def give_back(self) -> None:
+        """Give the client its parameters back, as tensors of its own."""
         for parameter, matrix in zip((self.a, self.b), self.matrices, strict=True):
-            if parameter.data_ptr() == matrix.data_ptr() and (leaves or not has_other_users(matrix, 2)):
+            if parameter.data_ptr() == matrix.data_ptr():
                 parameter.data = parameter.data.clone()
         self.stack.give_back(self.number, self.matrices)
 
@@ -125,19 +128,33 @@ class Stacks:
             log.warning("this version of torch does not count users of memory, so LoRA products are not batched")
 
     def place(
-        self, held: Mapping[str, Slot], adapters: Mapping[str, tuple[torch.nn.Parameter, torch.nn.Parameter]]
-    ) -> dict[str, Slot]:
-        """Return the slots of a client's adapters (A and B by layer), given the slots that it has. Parameters whose
-        memory has other users get none."""
-        kept = {name: slot for name, slot in held.items() if name in adapters and slot.holds(*adapters[name])}
-        for name, slot in held.items():
-            if name not in kept:
-                slot.give_back(leaves=False)
-        return kept | {
+        self, held: Iterable[Slot], adapters: Mapping[str, tuple[torch.nn.Parameter, torch.nn.Parameter]]
+    ) -> tuple[dict[str, Slot], list[Slot]]:
+        """Give a client's adapters slots.
+
+        Args:
+            held: the slots that the client has.
+            adapters: A and B of its active adapters by layer.
+
+        Returns:
+            The slots by layer. Parameters whose memory has other users get none. And slots of other parameters, to
+            which other tensors of the client refer: they stay, so that these tensors have the parameters' values still.
+        """
+        of = {id(slot.a): slot for slot in held}
+        kept = {name: of[id(a)] for name, (a, b) in adapters.items() if id(a) in of and of[id(a)].holds(a, b)}
+        left = [slot for slot in of.values() if all(slot is not other for other in kept.values())]
+        parked: list[Slot] = []
+        for slot in left:
+            if slot.is_referred_to():
+                parked.append(slot)
+            else:
+                slot.give_back()
+        found = kept | {
             name: self._stack(name, a, b).take(a, b)
             for name, (a, b) in adapters.items()
             if name not in kept and not has_other_users(a) and not has_other_users(b)
         }
+        return found, parked
 
     def free(self) -> None:
         """Forget the stacks in which no client has a slot."""

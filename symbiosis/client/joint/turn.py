@@ -97,11 +97,11 @@ class Turn:
             if rows + len(step.ids) <= self._most_rows:
                 steps.append(step)
                 rows += len(step.ids)
-        if len(steps) > 1:
-            full = f"a joint walk has up to {self._most_rows:g} rows"
-            self.apart([step for step in alike if step not in steps], full)
-            self.apart([step for step in waiting if step not in alike], _NOT_READY)
+        if len(steps) < 2:
+            steps = []
+        full = f"a joint walk has up to {self._most_rows:g} rows"
+        self.apart([step for step in alike if step not in steps], full if len(alike) > 1 else _NOT_READY)
+        self.apart([step for step in waiting if step not in alike], _NOT_READY)
+        if steps:
             self.began()
             self._together(steps)
-        else:
-            self.apart(waiting, _NOT_READY)
