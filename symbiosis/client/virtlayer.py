@@ -351,6 +351,7 @@ class VirtModule(VirtLayer):
             if child is not None
         ]
         self._parts = [m._parameters for m in self.modules() if not isinstance(m, _VirtLinear)]
+        self._given = [_given(parameters) for parameters in self._parts]
         self._dropouts = [m for m in self.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
 
     def _check_can_run_here(self) -> None:
@@ -373,7 +374,9 @@ class VirtModule(VirtLayer):
                 child._own_weight() is not None or child._pass() is not Pass.FORWARD
             ):
                 return False
-        for parameters in self._parts:
+        for parameters, given in zip(self._parts, self._given, strict=True):
+            if _given(parameters) != given:
+                return False
             for parameter in parameters.values():
                 if parameter is not None and not (isinstance(parameter, SharedParameter) and not parameter.own):
                     return False
@@ -386,6 +389,11 @@ class VirtModule(VirtLayer):
             self._check_can_run_here()
             return cast(torch.Tensor, super().forward(x, *args, **kwargs))
         return self._call(x)
+
+
+def _given(parameters: Mapping[str, nn.Parameter | None]) -> set[str]:
+    """Return the names of the parameters that there are."""
+    return {name for name, parameter in parameters.items() if parameter is not None}
 
 
 def _additions(module: nn.Module) -> tuple[Any, ...]:
@@ -428,12 +436,18 @@ def rehearse(
         inputs: arguments of the model; if there are none, one token with id 0.
         device: device of that token.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     with RandomStream(device), requester.rehearsing(), torch.no_grad():
         try:
             model(**(inputs or {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}))
         finally:
-            for buffer, before in buffers:
+            for place, name, buffer, before in buffers:
+                place[name] = buffer
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
     keys: dict[Key, None] = {}

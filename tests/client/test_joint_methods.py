@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from transformers import LogitsProcessorList
 
 from symbiosis import Executor
+from symbiosis.core.requests import Request
+from symbiosis.policies import Opportunistic
 from symbiosis.testing import tiny_model
 from symbiosis.testing.zoo import zoo_model
 from tests.client.test_joint import OPTIONS, InNextWalk, assert_equal, generate, model_of, plain, ready, text, texts
@@ -266,8 +269,16 @@ async def test_embeddings_of_positions_of_a_tenants_own() -> None:
 
 async def test_layers_beside_a_tenants_that_changes_their_input_still_share_requests() -> None:
     """OFT gives its base layer other rows than k_proj, between q_proj and v_proj, gets."""
+
+    class Noting(Opportunistic):
+        def submitted(self, request: Request) -> None:
+            if request.joint:
+                seen.append(request.clients)
+            super().submitted(request)
+
+    seen: list[Mapping[str, float]] = []
     base = model_of("llama")
-    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+    async with Executor(base, policy=Noting()) as executor, contextlib.AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(executor.client(kind, name=str(number), seed=number))
             for number, kind in enumerate((lora(), lora(), AGREE["oft"]()))
@@ -276,6 +287,9 @@ async def test_layers_beside_a_tenants_that_changes_their_input_still_share_requ
         await asyncio.gather(*(generate(client, tokens=24) for client in clients))
         tokens = executor.statistics().clients["0"].tokens["decode"]
         assert tokens == pytest.approx(23, abs=0.5), "a tenant is charged for its own rows"
+        apart = [clients for clients in seen if 0.0 in clients.values()]
+        assert apart
+        assert all(clients["2"] == 1.0 and len(clients) > 1 for clients in apart), "others are not held back with it"
         await clients[2].close()
         executor.reset_statistics()
         await asyncio.gather(*(generate(client, tokens=24) for client in clients[:2]))
@@ -283,3 +297,44 @@ async def test_layers_beside_a_tenants_that_changes_their_input_still_share_requ
     assert statistics.clients["0"].joint >= 20
     assert "model.layers.0.self_attn.q_proj+k_proj+v_proj forward" in statistics.layers
     assert "model.layers.0.self_attn.q_proj forward" not in statistics.layers
+
+
+@pytest.mark.parametrize("how", ["twice", "other rows"])
+async def test_an_adapter_that_calls_its_base_layer_in_another_way_disturbs_nobody(how: str) -> None:
+    def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        if how == "twice":
+            return layer.base_layer(x) - layer.base_layer(x / 2)
+        whole, half = layer.base_layer(torch.cat([x, x / 2])).chunk(2)
+        return whole - half
+
+    def change(model: Any) -> None:
+        layer = model.base_model.model.model.layers[1].mlp.down_proj
+        layer.forward = MethodType(forward, layer)
+        layer.register_forward_hook(lambda *_: None).remove()  # has the model looked at again in the same operation
+
+    got, right, joint = await _decode_with_others(change, lora(target_modules=["down_proj"]))
+    for one, other in zip(got, right(), strict=True):
+        assert (one - other).abs().max() <= LOGITS * other.abs().max()
+    assert joint < 9
+
+
+@pytest.mark.parametrize("how", ["calls its base layer twice", "rows that an adapter gives", "results of an adapter"])
+async def test_an_adapter_that_changes_its_ways_ends_its_tenants_operation_alone(how: str) -> None:
+    """It was tried before."""
+    calls = itertools.count()
+
+    def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = layer.base_layer(torch.cat([x, x]) if how.startswith("rows") and next(calls) > 4 else x)
+        if how.startswith("calls") and next(calls) > 4:
+            y = y - layer.base_layer(x / 2)
+        return y.double() if how.startswith("results") and next(calls) > 4 else y[: len(x)]
+
+    def change(model: Any) -> None:
+        layer = model.base_model.model.model.layers[1].mlp.down_proj
+        layer.forward = MethodType(forward, layer)
+        layer.register_forward_hook(lambda *_: None).remove()  # has the model looked at again in the same operation
+
+    got, _, joint = await _decode_with_others(change, lora(target_modules=["down_proj"]))
+    assert isinstance(got, RuntimeError)
+    assert how in str(got)
+    assert joint >= 6

@@ -119,3 +119,26 @@ async def test_stacks_without_clients_are_freed() -> None:
         for client in clients:
             await client.close()
         assert not any(stacks._stacks.values())
+
+
+async def test_values_that_are_put_aside_and_back_find_their_slots_again() -> None:
+    """As for an evaluation with averaged weights; a state dict of the tenant refers to some of them meanwhile."""
+    async with some_clients(2) as (executor, clients):
+        (seat,) = [seat for seat in executor._joint._seats if seat.name == clients[0].name]
+        parameters = [p for p in clients[0].model.parameters() if p.requires_grad]
+        for refers in (False, True):
+            aside = [p.data for p in parameters]
+            more = [p.data for p in parameters] if refers else []
+            for p in parameters:
+                p.data = p.data.clone()
+            await asyncio.gather(*map(generate, clients))
+            for p, before in zip(parameters, aside, strict=True):
+                p.data = before
+            del aside, before, more
+            await asyncio.gather(*map(generate, clients))
+            assert len(seat.slots) == len(parameters) // 2
+            assert not seat._parked
+        taken = [stack for stacks in executor._joint.stacks._stacks.values() for stack in stacks]
+        for client in clients:
+            await client.close()
+        assert all(stack.is_empty() for stack in taken)

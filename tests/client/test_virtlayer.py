@@ -595,10 +595,11 @@ def _prune(layer: Any) -> None:
         ("OPTForCausalLM", "model.decoder.layers.0.fc1", _remove, "linear"),
         ("OPTForCausalLM", "model.decoder.layers.0.fc1", _prune, "linear"),
         ("GPT2LMHeadModel", "transformer.h.0.mlp.c_fc", _prune, "mlp"),
+        ("GPTNeoForCausalLM", "transformer.h.0.mlp.c_fc", _remove, ["*.mlp"]),
     ],
 )
 async def test_a_bias_that_the_tenant_removes_or_prunes(
-    name: str, layer: str, change: Callable[[Any], None], base_layers: str
+    name: str, layer: str, change: Callable[[Any], None], base_layers: Any
 ) -> None:
     base = zoo_model(name)
     with torch.no_grad():

@@ -93,6 +93,10 @@ class RowAdapters:
         rows = x.split_with_sizes(self._sizes)
         given = {code.place: code.begin(rows[code.place]) for code in codes}
         changed = {place: found for place, found in given.items() if found is not None and found is not rows[place]}
+        for place, found in list(changed.items()):
+            if not _alike(found, rows[place]):
+                _drop(place, "the rows that an adapter gives its base layer have another shape or dtype than its own")
+                del changed[place]
         if not changed:
             return {}
         results = layer.apart(changed)
@@ -172,11 +176,11 @@ class _OwnCode:
     def end(self, y: torch.Tensor) -> torch.Tensor | None:
         """Return its result, given the base layer's; None if it has failed."""
         found = self._result if self._code.dead else self._run(y)
-        while found is not None and not self._code.dead:
-            found = self._run(self._layer.apart({self.place: found}))
-        if found is not None and (found.shape, found.dtype, found.device) != (y.shape, y.dtype, y.device):
-            error = RuntimeError("the results of an adapter have another shape or dtype than those of its base layer")
-            cast(JointCache, walk.get()).drop(self.place, error)
+        if found is not None and not self._code.dead:
+            _drop(self.place, "an adapter calls its base layer twice, which it did not when it was tried")
+            return None
+        if found is not None and not _alike(found, y):
+            _drop(self.place, "the results of an adapter have another shape or dtype than those of its base layer")
             return None
         return found
 
@@ -196,6 +200,15 @@ class _OwnCode:
             if len(found) == 1:
                 return found[0]  # type: ignore[no-any-return]
             given = self._layer.request_of(self.place, *found)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def _drop(place: int, why: str) -> None:
+    """End the part of the client at a place in the walk."""
+    cast(JointCache, walk.get()).drop(place, RuntimeError(why))
 
 
 def _suspended(*given: Any) -> Any:
@@ -248,10 +261,12 @@ class _JointLayer:
 
     @contextlib.contextmanager
     def _charged(self, rows: Mapping[int, int]) -> Iterator[None]:
-        """Have requests be those of the clients at some places, with so many rows each, inside the ``with`` block."""
+        """Have the rows of requests belong to the clients at some places, so many to each, inside the ``with`` block.
+        The others have no part, but a policy that would hold back these clients lets the walk go on for the others."""
         requester = self._requester  # type: ignore[attr-defined]
         everyone, names = requester.joint, list(requester.joint)
-        requester.joint = {names[place]: count / sum(rows.values()) for place, count in rows.items()}
+        parts = {names[place]: count / sum(rows.values()) for place, count in rows.items()}
+        requester.joint = dict.fromkeys(names, 0.0) | parts
         try:
             yield
         finally:

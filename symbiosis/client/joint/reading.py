@@ -381,7 +381,7 @@ def _try(layer: Any, base: Any) -> None:
         wanted = torch.zeros(1, 1, base.spec.out_features, dtype=base.spec.dtype, device=device)
 
     def stand_in(x: torch.Tensor) -> torch.Tensor:
-        calls.append(base._own_weight() is None)
+        calls.append((base._own_weight() is None, x.shape == row.shape and x.dtype is row.dtype))
         return x.new_zeros(*x.shape[:-1], base.spec.out_features)
 
     def refuse(*_: object) -> NoReturn:
@@ -405,8 +405,10 @@ def _try(layer: Any, base: Any) -> None:
             generator.set_state(state)
     if drawn:
         raise _WalksAloneError(f"an adapter that draws random numbers ({_kind(layer)})")
-    if calls not in ([], [True]):
+    if calls and not calls[0][0]:
         raise _WalksAloneError(f"an adapter that changes its base layer ({_kind(layer)})")
+    if calls not in ([], [(True, True)]):
+        raise _WalksAloneError(f"an adapter that calls its base layer twice, or with other rows ({_kind(layer)})")
     if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         raise _WalksAloneError(f"an adapter whose results have another shape or dtype ({_kind(layer)})")
 

@@ -109,7 +109,10 @@ class Slot(NamedTuple):
 
     def is_referred_to(self) -> bool:
         """Return whether other tensors than the parameters have their memory."""
-        return any(has_other_users(matrix, 2) for matrix in self.matrices)
+        return any(
+            has_other_users(matrix, 1 + (parameter.data_ptr() == matrix.data_ptr()))
+            for parameter, matrix in zip((self.a, self.b), self.matrices, strict=True)
+        )
 
     def give_back(self) -> None:
         """Give the client its parameters back, as tensors of its own."""
@@ -140,12 +143,14 @@ class Stacks:
             The slots by layer. Parameters whose memory has other users get none. And slots of other parameters, to
             which other tensors of the client refer: they stay, so that these tensors have the parameters' values still.
         """
-        of = {id(slot.a): slot for slot in held}
-        kept = {name: of[id(a)] for name, (a, b) in adapters.items() if id(a) in of and of[id(a)].holds(a, b)}
-        left = [slot for slot in of.values() if all(slot is not other for other in kept.values())]
+        names = {id(a): name for name, (a, _) in adapters.items()}
+        kept: dict[str, Slot] = {}
         parked: list[Slot] = []
-        for slot in left:
-            if slot.is_referred_to():
+        for slot in held:
+            name = names.get(id(slot.a))
+            if name is not None and slot.holds(*adapters[name]):
+                kept[name] = slot
+            elif slot.is_referred_to():
                 parked.append(slot)
             else:
                 slot.give_back()
