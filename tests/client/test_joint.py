@@ -768,8 +768,9 @@ async def test_a_connection_that_is_opened_again(tmp_path: Path) -> None:
         for turn in ("first", "again"):
             one, two = served.client(name=f"one-{turn}"), served.client(name=f"two-{turn}")
             async with served, one, two:
-                while "joint" not in served.walks().get(one.name, {}):
+                for _ in range(3):
                     await asyncio.gather(generate(one), generate(two))
+                assert served.walks()[one.name]["joint"] >= 10, served.walks()
 
 
 async def test_joint_walks_go_on_after_an_outage(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from symbiosis import Executor
+from symbiosis import Client, Executor
 from symbiosis.core.requests import Request
 from symbiosis.policies import Opportunistic
 from symbiosis.testing import tiny_model
@@ -50,6 +50,14 @@ PROMPTS = ("prompt", "p-tuning")
 """Methods whose forward passes, in PEFT, give a mask and no positions."""
 
 
+async def opened(executor: Executor, stack: contextlib.AsyncExitStack, configs: Sequence[Any]) -> list[Client]:
+    """Return clients with these adapters, which have numbers for names and seeds."""
+    return [
+        await stack.enter_async_context(executor.client(copy.deepcopy(config), name=str(number), seed=number))
+        for number, config in enumerate(configs)
+    ]
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
 @pytest.mark.parametrize("method", METHODS)
 async def test_each_tenant_gets_what_plain_peft_gives(method: str) -> None:
@@ -70,10 +78,7 @@ async def test_each_tenant_gets_what_plain_peft_gives(method: str) -> None:
                 parameter.data.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
 
     async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(executor.client(copy.deepcopy(config), name=str(number), seed=number))
-            for number, config in enumerate(configs)
-        ]
+        clients = await opened(executor, stack, configs)
 
         for client in clients:
             change(client.model)
@@ -120,10 +125,7 @@ async def _decode_with_others(act: Callable[[Any], None], config: Any) -> tuple[
         return found
 
     async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
-        first, *others = [
-            await stack.enter_async_context(executor.client(kind, name=str(number), seed=number))
-            for number, kind in enumerate((config, lora(), lora()))
-        ]
+        first, *others = await opened(executor, stack, (config, lora(), lora()))
         await ready(executor, [first, *others])
         got, *outs = await asyncio.gather(
             first.run(decode, first.model),
@@ -194,10 +196,7 @@ async def test_a_cancelled_tenant_goes_on_while_its_adapters_code_is_suspended(
         again.append(asyncio.ensure_future(generate(clients[0])))
 
     async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(executor.client(copy.deepcopy(config), name=str(number), seed=number))
-            for number in range(3)
-        ]
+        clients = await opened(executor, stack, 3 * [config])
         await ready(executor, clients)
         processors = LogitsProcessorList([InNextWalk(monkeypatch, restart)])
         going = asyncio.ensure_future(generate(clients[0], logits_processor=processors))
@@ -253,10 +252,7 @@ async def test_embeddings_of_positions_of_a_tenants_own() -> None:
     plain_base = copy.deepcopy(base)
     configs = [lora(), lora(), lora(modules_to_save=["embed_positions"])]
     async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(executor.client(kind, name=str(number), seed=number))
-            for number, kind in enumerate(configs)
-        ]
+        clients = await opened(executor, stack, configs)
         await ready(executor, clients[:2])
         outs = await asyncio.gather(*(generate(client) for client in clients))
         counts = executor.statistics().clients
@@ -279,10 +275,7 @@ async def test_layers_beside_a_tenants_that_changes_their_input_still_share_requ
     seen: list[Mapping[str, float]] = []
     base = model_of("llama")
     async with Executor(base, policy=Noting()) as executor, contextlib.AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(executor.client(kind, name=str(number), seed=number))
-            for number, kind in enumerate((lora(), lora(), AGREE["oft"]()))
-        ]
+        clients = await opened(executor, stack, (lora(), lora(), AGREE["oft"]()))
         await ready(executor, clients)
         await asyncio.gather(*(generate(client, tokens=24) for client in clients))
         tokens = executor.statistics().clients["0"].tokens["decode"]

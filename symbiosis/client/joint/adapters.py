@@ -76,7 +76,7 @@ class RowAdapters:
         codes = [_OwnCode(place, own, layer) for place, own in self._own]
         try:
             changed = self._begun(x, codes, layer) if codes else {}
-            y = layer.base(self._scaled(x, self._before, cast=True) if self._before else x)
+            y = layer.base(self._scaled(x, self._before, cast_first=True) if self._before else x)
             if self._after:
                 y = self._scaled(y, self._after)
             if self._one_by_one:
@@ -113,24 +113,24 @@ class RowAdapters:
         return torch.cat(results)
 
     def _scaled(
-        self, x: torch.Tensor, vectors: Sequence[tuple[int, torch.Tensor]], *, cast: bool = False
+        self, x: torch.Tensor, vectors: Sequence[tuple[int, torch.Tensor]], *, cast_first: bool = False
     ) -> torch.Tensor:
         """Return x with the rows of IA3 clients scaled, after a cast to the vector's dtype if PEFT makes one."""
         rows = list(x.split_with_sizes(self._sizes))
         for place, vector in vectors:
-            own = rows[place].to(vector.dtype) if cast else rows[place]
+            own = rows[place].to(vector.dtype) if cast_first else rows[place]
             rows[place] = (own * vector.flatten()).to(x.dtype)
         return torch.cat(rows)
 
     def _with_rows(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return y plus what LoRA adds to the rows of its clients, client by client."""
-        cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
+        by_dtype: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
         added: list[torch.Tensor | None] = [None] * len(self._sizes)
         for place, a, b, scaling in self._one_by_one:
             down = a._parameters["weight"]
-            rows = cast.get(down.dtype)
+            rows = by_dtype.get(down.dtype)
             if rows is None:
-                rows = cast[down.dtype] = x.to(down.dtype).split_with_sizes(self._sizes)
+                rows = by_dtype[down.dtype] = x.to(down.dtype).split_with_sizes(self._sizes)
             added[place] = F.linear(F.linear(rows[place], down), b._parameters["weight"]) * scaling
         rows = y.split_with_sizes(self._sizes)
         return torch.cat(
