@@ -3,7 +3,7 @@
 A model feeds the very same tensor to its q, k and v projections, and to gate and up. Layers that were fed one tensor,
 one after another, form a group from then on. The member that is called first sends the request of the whole group; the
 others find their results here. If that keeps failing, because the model skips a member or feeds it another tensor, the
-group is dissolved.
+group is dissolved. Siblings belong to one block, which one executor serves, where a model is divided between several.
 
 Legend: n rows; o out_features.
 """
@@ -17,7 +17,8 @@ from typing import Protocol
 
 import torch
 
-from symbiosis.core.requests import Key, LayerSpec, Pass
+from symbiosis.core.requests import MAX_SIBLINGS, Key, LayerSpec, Pass
+from symbiosis.core.share import block_of
 
 _MISSES = 3
 """A group is dissolved after so many :attr:`Siblings.misses`."""
@@ -115,7 +116,7 @@ class SiblingState:
         if last is not None and last() is x and self._pass is pass_:
             if layer in self._run:
                 return
-            if all(_may_be_siblings(layer, other) for other in self._run):
+            if len(self._run) < MAX_SIBLINGS and all(_may_be_siblings(layer, other) for other in self._run):
                 self._run.append(layer)
                 return
         _group(self._run)
@@ -152,4 +153,6 @@ class SiblingState:
 
 
 def _may_be_siblings(one: Member, other: Member) -> bool:
-    return one.spec.layer != other.spec.layer and one.is_in_model_of(other)
+    if one.spec.layer == other.spec.layer or block_of(one.spec.name) != block_of(other.spec.name):
+        return False
+    return one.is_in_model_of(other)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 
+MAX_SIBLINGS = 64
+"""Largest number of layers in one key."""
 Results: TypeAlias = "tuple[torch.Tensor, ...]"
 """The matrices of an answer, [rows, width] each: one for each layer of the key; or, for a backward pass, dX, and the
 gradient of the routing weights of a bank of experts."""

@@ -126,7 +126,7 @@ class Statistics(NamedTuple):
         return self.rows / self.batches if self.batches else 0.0
 
 
-_MAX_SIBLINGS = 8
+_MAX_NAMED = 8
 """Largest number of layers that are named one by one."""
 _MAX_REASONS = 100
 """Largest number of reasons that are counted apart, so that a policy with a new reason for each batch is harmless."""
@@ -465,4 +465,4 @@ def group_name(names: list[str]) -> str:
     prefix = names[0].rpartition(".")[0]
     if len(names) > 1 and all(name.rpartition(".")[0] == prefix for name in names):
         return f"{prefix}.{'+'.join(name.rpartition('.')[2] for name in names)}"
-    return "+".join(names) if len(names) <= _MAX_SIBLINGS else f"{names[0]} to {names[-1]}"
+    return "+".join(names) if len(names) <= _MAX_NAMED else f"{names[0]} to {names[-1]}"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import msgpack
 
 from symbiosis import errors
-from symbiosis.core.requests import Key, Pass
+from symbiosis.core.requests import MAX_SIBLINGS, Key, Pass
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import BrokenError, SymbiosisError, UsageError, WireError
 from symbiosis.transports.limits import Limits
@@ -33,7 +33,6 @@ MAX_TO_EXECUTOR = 64 << 10
 MAX_TO_CLIENT = 128 << 20
 """Largest message to a client, in bytes: WELCOME contains the layer table and the tokenizer files."""
 MAX_NAME = 128
-MAX_SIBLINGS = 64
 MAX_RENDEZVOUS = 4096
 """Largest value of a RENDEZVOUS, in bytes. gloo needs 170, NCCL 128."""
 _INT63 = (1 << 63) - 1

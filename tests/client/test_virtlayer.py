@@ -186,6 +186,15 @@ class TestSiblings:
         assert one.k_proj.siblings.members == [one.k_proj, one.v_proj]
         assert two.k_proj.siblings.members == [two.q_proj, two.k_proj]
 
+    async def test_a_group_has_as_many_members_as_a_request(self, client: Any, monkeypatch: Any) -> None:
+        monkeypatch.setattr(siblings, "MAX_SIBLINGS", 2)
+        attention = client.model.model.layers[0].self_attn
+        expected = (await client.forward(input_ids=IDS)).logits
+        for _ in range(2):
+            assert torch.equal((await client.forward(input_ids=IDS)).logits, expected)
+        assert attention.q_proj.siblings.members == [attention.q_proj, attention.k_proj]
+        assert attention.v_proj.siblings is None
+
     async def test_threads_that_share_a_model(self, client: Any) -> None:
         """Each thread finds its own results, also while the threads detect siblings."""
         model, base = client.model, client.executor.service.resident().model

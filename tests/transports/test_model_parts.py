@@ -237,6 +237,18 @@ async def test_joint_decoding(tmp_path: Path) -> None:
             assert_close(outcome, plain)
 
 
+async def test_layers_of_two_executors_read_one_tensor(tmp_path: Path) -> None:
+    """So do the projections to the first streams of Gemma 3n, and the heads of MusicGen."""
+    model = tiny_model()
+    x = torch.ones(3, 32)
+    expected = [layer.self_attn.q_proj(x) for layer in model.model.layers]
+    async with divided(tmp_path, model) as (_, addresses), symbiosis.connect(addresses) as base:
+        async with base.client() as client:
+            for _ in range(4):
+                found = await client.run(lambda: [layer.self_attn.q_proj(x) for layer in client.model.model.layers])
+                torch.testing.assert_close(found, expected)
+
+
 async def test_masked_rows(tmp_path: Path) -> None:
     model = tiny_model()
     expected = model(IDS).logits
