@@ -15,6 +15,7 @@ from symbiosis.client.waiting import Waiter, wait_blocking
 from symbiosis.core.requests import Call, Key, Results
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
+from symbiosis.core.walk_starts import WalkStarts
 from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
 
 
@@ -25,29 +26,25 @@ class ModelCopy:
 class KindTracker:
     """Tells decode rows from prefill rows in the forward passes of one thread, without gradients.
 
-    Several rows of one sequence belong to a prompt. Some models flatten sequences on the way (OPT), and the last layer
-    is asked for a prompt's last token alone, so the rest of a prompt's walk belongs to the prompt too.
+    Several rows of one sequence belong to a prompt, and so does the rest of its walk: some models flatten sequences on
+    the way (OPT), and the last layer is asked for a prompt's last token alone.
+    Rows with more dimensions than [sequences, tokens, features] do not tell: DeepSeek expands the latent vectors of all
+    earlier tokens for each new one.
     """
 
-    __slots__ = ("_kind", "_layer", "_rows")
+    __slots__ = ("_kind", "_starts")
 
     def __init__(self) -> None:
-        self._layer = -1
-        """The layer that was asked last."""
+        self._starts = WalkStarts()
         self._kind = Kind.DECODE
-        self._rows = 0
-        """Rows of the first request of this walk."""
 
-    def kind_of(self, layer: int, x: torch.Tensor) -> Kind:
-        """Return the kind of the rows x [..., i] for a layer."""
-        rows = x.shape[:-1].numel()
-        if layer > self._layer and self._kind is _PREFILL and rows <= self._rows:
-            kind = _PREFILL
-        else:
-            kind = _PREFILL if x.ndim > 2 and x.shape[-2] > 1 else _DECODE
-            self._rows = rows
-        self._layer, self._kind = layer, kind
-        return kind
+    def kind_of(self, key: Key, x: torch.Tensor) -> Kind:
+        """Return the kind of a request with the rows x [..., i]."""
+        if self._starts.begins(key):
+            self._kind = _DECODE
+        if x.ndim == 3 and x.shape[1] > 1:
+            self._kind = _PREFILL
+        return self._kind
 
 
 _DECODE, _PREFILL = Kind.DECODE, Kind.PREFILL

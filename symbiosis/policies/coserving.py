@@ -21,6 +21,7 @@ from symbiosis.policies.latency import LONGEST_S, LatencyModel
 from symbiosis.policies.options import milliseconds, targets
 from symbiosis.policies.order import Index
 from symbiosis.policies.own_work import OwnWork
+from symbiosis.policies.starts import Starts
 from symbiosis.policies.walks import Walks
 
 _UNKNOWN = 64  # rows of a batch with an unknown latency
@@ -69,6 +70,7 @@ class CoServing(Policy):
         self.latency = LatencyModel()
         self.walks = Walks(self.slo_ms / 1e3, self.ttft_ms / 1e3)
         self.own_work = OwnWork()
+        self._starts = Starts()
         self._queued = tuple(Index() for _ in Kind)  # by kind
         self._now = 0.0  # time of the latest decision, at which the latest batch started
 
@@ -95,9 +97,10 @@ class CoServing(Policy):
 
     def submitted(self, request: Request) -> None:
         self._queued[request.kind].add(request)
-        self.own_work.submitted(request)
+        begins = self._starts.begins(request)
+        self.own_work.submitted(request, begins)
         if request.kind is not _FINETUNE:
-            self.walks.submitted(request)
+            self.walks.submitted(request, begins)
 
     def started(self, batch: Batch) -> None:
         for request, _, stop in batch.slices:

@@ -29,13 +29,11 @@ class OwnWork:
         """Return the predicted seconds that the client of a prefill or fine-tuning request computes with its answer."""
         return self._models[request.kind][request.key].predict(request.rows) if request.local else 0.0
 
-    def submitted(self, request: Request) -> None:
-        """Learn from the time since the client's last answer, less the time in which batches ran."""
-        before, idle = self._answers.pop(request.client, (request, 0.0))
-        backward = request.key.pass_.is_backward
-        layer, next_layer = before.key.layers[0], request.key.layers[0]
-        ahead = next_layer < layer if backward else next_layer > layer
-        if request.kind is before.kind and (ahead if before.key.pass_.is_backward == backward else backward):
+    def submitted(self, request: Request, begins: bool) -> None:
+        """Learn from the time since the client's last answer, less the time in which batches ran, unless the request
+        ``begins`` a walk."""
+        before, idle = self._answers.pop(request.client, (None, 0.0))
+        if before is not None and not begins:
             self._models[request.kind][before.key].learn(before.rows, request.arrived - self._ran - idle)
 
     def ran(self, seconds: float) -> None:

@@ -1,9 +1,9 @@
 """Temporal sharing: inference and fine-tuning alternate (FlexLLM's baselines, section 8 and algorithm 3).
 
 One iteration of fine-tuning follows a number of iterations of inference, and neither runs during an iteration of the
-other. An iteration of inference is a batch whose oldest request of inference begins a walk: it is for an earlier layer
-than the previous request of its client, or for the same key. An iteration of fine-tuning, called its *turn*, runs each
-key once, which is one walk forward and back (two turns where backward recomputes layers).
+other. An iteration of inference is a batch whose oldest request of inference begins a walk
+(:mod:`symbiosis.core.walk_starts`). An iteration of fine-tuning, called its *turn*, runs each key once, which is one
+walk forward and back (two turns where backward recomputes layers).
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.core.terms import Kind
 from symbiosis.policies.options import milliseconds, whole
 from symbiosis.policies.order import Index
+from symbiosis.policies.starts import Starts
 
 _AWAY_S = 0.1
 """Seconds without a request of a kind after which clients of that kind count as idle."""
-_MAX_CLIENTS = 4096
-"""Clients whose latest key is remembered."""
 
 
 class TemporalSharing(Policy):
@@ -41,8 +40,7 @@ class TemporalSharing(Policy):
         self.every = whole(self.name, "every", every, least=1)
         self.max_wait_ms = milliseconds(self.name, "max_wait_ms", max_wait_ms)
         self._inference, self._tuning = Index(), Index()
-        self._latest: dict[str, Key] = {}
-        """Key of the latest request of each inference client."""
+        self._starts = Starts()
         self._begins: set[int] = set()
         """Ids of the queued requests with which a walk of inference begins."""
         self._seen = -math.inf
@@ -58,12 +56,8 @@ class TemporalSharing(Policy):
         self._side(request).add(request)
         if request.kind is not Kind.FINETUNE:
             self._seen = request.arrived
-            key, before = request.key, self._latest.get(request.client)
-            if before is None and len(self._latest) >= _MAX_CLIENTS:
-                self._latest.clear()
-            if before is None or key == before or key.layers[0] < before.layers[0]:
+            if self._starts.begins(request):
                 self._begins.add(request.id)
-            self._latest[request.client] = key
 
     def started(self, batch: Batch) -> None:
         for request, _, stop in batch.slices:

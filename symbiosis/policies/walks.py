@@ -1,8 +1,8 @@
 """Walks and texts: when each token and each prompt is due, and how long other work may delay them.
 
 A *text* is what one client decodes after a prompt. Its SLO is a mean, so its nth token is due n · ``AIM`` · SLO after
-the first one. A walk, here, is that for one token or one prompt: it ends with the answer of the last layer, or with a
-request for an earlier layer.
+the first one. A walk, here, is that for one token or one prompt: it ends with the answer of the last layer, or where
+the next one begins (:mod:`symbiosis.core.walk_starts`).
 
 Let F be the seconds that the executor has spent on prompts and fine-tuning so far, and F₀ its value when the walk of a
 token began. ``due − began − usual − (F − F₀)`` is the token's *slack*, where ``usual`` is the time that the walk takes
@@ -108,12 +108,11 @@ class Walks:
         self._between, self._until = math.inf, 0.0  # least slack of a text's next token, and until when that holds
         self._spare = math.inf  # time that fine-tuning may take before a prompt is late
 
-    def submitted(self, request: Request) -> None:
-        """Note a request of an inference client."""
+    def submitted(self, request: Request, begins: bool) -> None:
+        """Note a request of an inference client, and whether it begins a walk."""
         client, prefill = self._client(request.client, request), request.kind is _PREFILL
         walk = client.walk
-        ahead = walk is not None and not walk.over and request.key.layers[0] > walk.last.key.layers[0]
-        if walk is None or not ahead or (walk.first.kind is _PREFILL) != prefill:
+        if walk is None or walk.over or begins:
             if walk is not None:
                 self._end(client, walk, request)
             walk = client.walk = (self._begin_prompt if prefill else self._begin_token)(client, request)
@@ -146,7 +145,7 @@ class Walks:
         """Note that a batch has run that answered a request. On a GPU, the client may have sent the next one since."""
         client = self._clients.get(request.client)
         if client and client.walk and client.walk.last is request:
-            client.walk.over = request.key.layers[-1] >= self._last_layer > 0
+            client.walk.over = request.key.layers[-1] == self._last_layer > 0
             if client.walk.over:
                 self._end_prompt(request.client, client.walk.seen)
 

@@ -16,8 +16,10 @@ import transformers
 import symbiosis
 from symbiosis.core.requests import Request
 from symbiosis.core.terms import Kind
-from symbiosis.policies import NoLockstep
+from symbiosis.policies import CoServing, NoLockstep
+from symbiosis.policies.starts import Starts
 from symbiosis.testing import tiny_model
+from symbiosis.testing.zoo import zoo_model
 from tests.helpers import adamw, lora
 
 IDS = torch.arange(3, 10)[None]
@@ -66,6 +68,47 @@ async def test_generation(make: Any) -> None:
             assert prompt[-1] in (1, length)  # some models run the head for the last token only
             assert set(seen[len(prompt) :]) == {(Kind.DECODE, 1)}
             assert (len(seen) - len(prompt)) % 2 == 0
+
+
+class Walks(Notes):
+    """Records with which requests walks begin, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin: list[bool] = []
+        self._starts = Starts()
+
+    def submitted(self, request: Request) -> None:
+        self.begin.append(self._starts.begins(request))
+        super().submitted(request)
+
+
+@pytest.mark.parametrize(
+    "name", ["Phi3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3NextForCausalLM", "DeepseekV3ForCausalLM"]
+)
+async def test_layers_in_another_order_than_that_of_the_table(name: str) -> None:
+    """Or, in DeepSeek, a layer that is asked for rows of all earlier tokens. A policy sees as many walks as there are
+    tokens."""
+    notes, model = Walks(), zoo_model(name)
+    model.generation_config.eos_token_id = None
+    async with symbiosis.Executor(model, policy=notes) as executor, executor.client() as client:
+        for _ in range(2):
+            notes.seen.clear()
+            notes.begin.clear()
+            await client.generate(input_ids=IDS, do_sample=False, min_new_tokens=4, max_new_tokens=4)
+    each, odd = divmod(len(notes.seen), 4)
+    assert not odd
+    assert [kind for kind, _ in notes.seen] == [Kind.PREFILL] * each + [Kind.DECODE] * 3 * each
+    assert notes.begin == [True, *[False] * (each - 1)] * 4
+
+
+async def test_tokens_that_co_serving_counts() -> None:
+    model, policy = zoo_model("Phi3ForCausalLM"), CoServing(slo_ms=10_000, ttft_ms=60_000)
+    model.generation_config.eos_token_id = None
+    async with symbiosis.Executor(model, policy=policy) as executor, executor.client(name="one") as client:
+        for texts in (1, 2):
+            await client.generate(input_ids=IDS, do_sample=False, min_new_tokens=5, max_new_tokens=5)
+            assert policy.slo()["one"] == (4 * texts, 0)  # without the last token of a text
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
