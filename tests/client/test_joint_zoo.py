@@ -16,11 +16,9 @@ from tests.client.test_joint import OPTIONS, assert_equal, plain, texts
 from tests.helpers import LOGITS, lora
 
 OWN_CODE = "its model has attention code of its own"
-LATENT = "its attention changes the keys after they were cached"
 ALONE = {
     **dict.fromkeys(["BloomForCausalLM", "FalconForCausalLM", "XGLMForCausalLM"], OWN_CODE),
     **dict.fromkeys(["GPTJForCausalLM", "CodeGenForCausalLM", "GPTNeoForCausalLM"], OWN_CODE),
-    **dict.fromkeys(["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "LongcatFlashForCausalLM"], LATENT),
     "DiffLlamaForCausalLM": "its model gives other results for several rows",
     "JetMoeForCausalLM": "its experts take rows in an order of their own",
     "MiniMaxForCausalLM": "its cache is a MiniMaxCache",

@@ -49,6 +49,7 @@ class RowAdapters:
     def __init__(
         self, layers: Sequence[tuple[Any, str] | None], slots: Sequence[Slot | None], sizes: Sequence[int]
     ) -> None:
+        self._layers = layers
         self._sizes = list(sizes)
         self._one_by_one: list[tuple[int, Any, Any, float]] = []
         self._own: list[tuple[int, Any]] = []
@@ -87,6 +88,11 @@ class RowAdapters:
         finally:
             for code in codes:
                 code.close()
+
+    def over(self, sizes: Sequence[int]) -> Callable[[torch.Tensor, _JointLayer], torch.Tensor]:
+        """Return the same adapters for matrices [1, 1, N, i] with other n of the clients, whose products are exact."""
+        resized = RowAdapters(self._layers, [None] * len(sizes), sizes)
+        return lambda x, layer: resized(x[0].transpose(0, 1), layer).transpose(0, 1)[None]
 
     def _begun(self, x: torch.Tensor, codes: Sequence[_OwnCode], layer: _JointLayer) -> dict[int, torch.Tensor]:
         """Begin the own code of clients. Return the base layer's results for those that changed their rows."""
@@ -233,7 +239,7 @@ def in_place_of_base(layer: Any, stand_in: Callable[..., Any], **more: Callable[
 class _JointLayer:
     """Behaviour of the joint model's layers; ``adapters`` are those of the present walk."""
 
-    adapters: RowAdapters | None = None
+    adapters: Callable[[torch.Tensor, _JointLayer], torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) if self.adapters is None else self.adapters(x, self)
@@ -248,7 +254,7 @@ class _JointLayer:
         layer: Any = self
         before, layer.may_have_siblings = layer.may_have_siblings, False
         try:
-            with self._charged({place: len(own) for place, own in rows.items()}):
+            with _charged(layer, {place: len(own) for place, own in rows.items()}):
                 return self.base(torch.cat(list(rows.values())))
         finally:
             layer.may_have_siblings = before
@@ -256,21 +262,47 @@ class _JointLayer:
     def request_of(self, place: int, key: Key, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Send a request for the client at a place, as :meth:`~symbiosis.client.virtlayer.VirtLayer.request` does."""
         layer: Any = self
-        with self._charged({place: 1}):
+        with _charged(layer, {place: 1}):
             return layer.request(key, x)  # type: ignore[no-any-return]
 
-    @contextlib.contextmanager
-    def _charged(self, rows: Mapping[int, int]) -> Iterator[None]:
-        """Have the rows of requests belong to the clients at some places, so many to each, inside the ``with`` block.
-        The others have no part, but a policy that would hold back these clients lets the walk go on for the others."""
-        requester = self._requester  # type: ignore[attr-defined]
-        everyone, names = requester.joint, list(requester.joint)
+
+@contextlib.contextmanager
+def _charged(layer: Any, rows: Mapping[int, int]) -> Iterator[None]:
+    """Have the rows of a layer's requests belong to the clients at some places, so many to each, inside the ``with``
+    block. The others have no part, but a policy that would hold back these clients lets the walk go on for the
+    others."""
+    requester = layer._requester
+    everyone = requester.joint
+    if everyone is not None:
+        names = list(everyone)
         parts = {names[place]: count / sum(rows.values()) for place, count in rows.items()}
         requester.joint = dict.fromkeys(names, 0.0) | parts
-        try:
-            yield
-        finally:
-            requester.joint = everyone
+    try:
+        yield
+    finally:
+        requester.joint = everyone
+
+
+class JointLatents:
+    """Behaviour of the joint model's attention that keeps latent vectors (DeepSeek). It expands those of all clients at
+    once, to keys and values for all of their tokens."""
+
+    layer_idx: int
+
+    def expand_kv(self, *latents: torch.Tensor) -> Any:
+        cache = walk.get(None)
+        sizes = [n * length for n, length in cache.texts] if isinstance(cache, JointCache) else []
+        layers = [layer for layer in self.children() if isinstance(layer, _JointLayer)]  # type: ignore[attr-defined]
+        before = [layer.adapters for layer in layers]
+        with _charged(layers[0], dict(enumerate(sizes))) if layers else contextlib.nullcontext():
+            for layer in layers:
+                if isinstance(layer.adapters, RowAdapters):
+                    layer.adapters = layer.adapters.over(sizes)
+            try:
+                return super().expand_kv(*latents)  # type: ignore[misc]
+            finally:
+                for layer, adapters in zip(layers, before, strict=True):
+                    layer.adapters = adapters
 
 
 class EmbeddingAdapters(NamedTuple):
@@ -308,9 +340,11 @@ def make_joint(model: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         cls = type(module)
+        if hasattr(module, "expand_kv"):
+            module.__class__ = _joint(JointLatents, cls)  # type: ignore[arg-type]  # classes are hashable
         kind = _JointLayer if cls in (VirtLinear, VirtConv1D) else _JointEmbedding
         if kind is _JointLayer or isinstance(module, torch.nn.Embedding):
-            module.__class__ = _joint(kind, cls)  # type: ignore[arg-type]  # classes are hashable
+            module.__class__ = _joint(kind, cls)  # type: ignore[arg-type]
             found[name] = module
     return found
 

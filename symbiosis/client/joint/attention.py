@@ -6,6 +6,9 @@ and its cache is a :class:`JointCache`. Both call what the client's own walk wou
 cache, and the model's own attention and mask functions. A row thus gets the bits that it would get alone, whatever the
 lengths of the caches, and no keys or values are copied or pooled (docs/decisions/0026-joint-decoding.md).
 
+Some models keep latent vectors and expand them to keys and values for each new token (DeepSeek). They get the vectors
+of all clients behind each other, as those of one long text, and what they make of them is divided again.
+
 Layers of linear attention, state spaces and short convolutions keep states of fixed size instead. Their code computes
 all rows at once, on the clients' states behind each other.
 
@@ -16,7 +19,7 @@ one client.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
@@ -50,10 +53,16 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         sizes: n of each client.
         attention: the clients' 2D attention masks, [n, L + 1] each, or None.
         inner: the attention implementation of the clients' models.
+        latent: indices of the layers that keep latent vectors.
     """
 
     def __init__(
-        self, caches: Sequence[Any], sizes: Sequence[int], attention: Sequence[torch.Tensor | None], inner: str
+        self,
+        caches: Sequence[Any],
+        sizes: Sequence[int],
+        attention: Sequence[torch.Tensor | None],
+        inner: str,
+        latent: Collection[int],
     ) -> None:
         self.layers = caches[0].layers  # for code that asks which layers have a sliding window
         self.layer_class_to_replicate = None
@@ -68,6 +77,9 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Whether the walk has changed the clients' caches."""
         self._kept: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         """Keys and values of all clients, by the id of the new keys that the model has in hand."""
+        self._latent = latent
+        self.texts: list[tuple[int, int]] = []
+        """n and L of each client whose latent vectors the model has in hand."""
         self._states: dict[tuple[str, int, int], torch.Tensor] = {}
         """States [N, ...] that the walk has used, by kind, layer and number."""
         self._masked_layer = 0
@@ -76,14 +88,21 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the new keys and values [N, H, 1, D] to the clients' caches, and return them as they are."""
+        """Add the new keys and values [N, H, 1, D] to the clients' caches, and return them as they are. Of latent
+        vectors, return all that the caches have, [1, 1, ΣnL, D]."""
         self.was_updated = True
         found = []
         keys, values = key_states.split_with_sizes(self.sizes), value_states.split_with_sizes(self.sizes)
         clients = zip(self.caches, keys, values, strict=True)
         for place, (cache, key, value) in enumerate(clients):
             found.append(self.for_client(place, cache.update, key, value, layer_idx) or (key, value))
-        self._kept = {id(key_states): (key_states, found)}
+        if layer_idx in self._latent:
+            self._kept, self.texts = {}, [(len(key), key.shape[2]) for key, _ in found]
+            key_states, value_states = [
+                torch.cat([one.reshape(1, 1, -1, one.shape[3]) for one in all_], 2) for all_ in zip(*found, strict=True)
+            ]
+        else:
+            self._kept, self.texts = {id(key_states): (key_states, found)}, []
         return key_states, value_states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
@@ -141,12 +160,21 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
             self.errors[place] = error
             return None
 
-    def of(self, key: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each client's keys and values [n, H, L, D], given what :meth:`update` returned last."""
+    def of(self, key: torch.Tensor, value: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each client's keys and values [n, H, L, D], given what :meth:`update` returned last, or what the model
+        made of latent vectors."""
         kept = self._kept.get(id(key))
-        if kept is None:
+        if kept is not None:
+            return kept[1]
+        if not self.texts:
             raise JointError("its attention changes the keys after they were cached")
-        return kept[1]
+        return list(zip(self._by_client(key), self._by_client(value), strict=True))
+
+    def _by_client(self, expanded: torch.Tensor) -> list[torch.Tensor]:
+        """Return each client's keys or values [n, H, L, D], given those of all, [1, H, ΣnL, D]."""
+        parts = expanded.split_with_sizes([n * length for n, length in self.texts], 2)
+        _, heads, _, features = expanded.shape
+        return [part.view(heads, *text, features).transpose(0, 1) for part, text in zip(parts, self.texts, strict=True)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.caches[0].get_seq_length(layer_idx)  # type: ignore[no-any-return]
@@ -186,7 +214,7 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         inner = _attention_of(module, self.inner)
         masks = mask.masks if isinstance(mask, _Masks) else [None] * len(self.caches)
         outputs = []
-        clients = zip(query.split_with_sizes(self.sizes), self.of(key), masks, strict=True)
+        clients = zip(query.split_with_sizes(self.sizes), self.of(key, value), masks, strict=True)
         for place, (queries, (keys, values), own) in enumerate(clients):
             found = self.for_client(place, inner, module, queries, keys, values, own, **options)
             nothing = (len(queries), 1, query.shape[1], value.shape[3])

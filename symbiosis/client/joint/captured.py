@@ -133,6 +133,8 @@ class CapturedWalks:
         """Walk texts of different lengths in a pool, with empty rows between them, and compare the results."""
         if self._model.has_experts:
             raise JointError("its code reads on the host which experts have rows")
+        if self._model.latent:
+            raise JointError("its cache has latent vectors, which are expanded for each token")
         if any(structure(trial.cache, 1) != (DynamicLayer,) * len(trial.cache.layers) for trial in trials):
             raise JointError("its cache has layers of other kinds than full attention")
         pool = Pool(self._like, 2 * len(trials), 2 * max(trial.cache.get_seq_length() for trial in trials))

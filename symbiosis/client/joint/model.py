@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from symbiosis.client.experts import VirtExperts
-from symbiosis.client.joint.adapters import Adapted, adapters_of, make_joint
+from symbiosis.client.joint.adapters import Adapted, JointLatents, adapters_of, make_joint
 from symbiosis.client.joint.attention import INNER, NAME, JointCache, JointError, WalkCache, structure, walk
 from symbiosis.client.joint.stacks import Slot
 from symbiosis.training.text_length import depends_on_length
@@ -29,6 +29,7 @@ class JointModel:
         module: the model. Nothing in it is a client's.
         settings: its configuration, as the clients' models have it.
         has_experts: whether there are banks of experts in it.
+        latent: indices of the layers that keep latent vectors, and expand them for each token.
         moves_positions: whether a token's position may differ from the number of tokens before it. Some models count
             from one, and others keep by how much an image has moved the positions after it.
 
@@ -44,6 +45,7 @@ class JointModel:
         self._inner = skeleton.config._attn_implementation
         self._layers = make_joint(skeleton)
         self.has_experts = any(isinstance(module, VirtExperts) for module in skeleton.modules())
+        self.latent = {module.layer_idx for module in skeleton.modules() if isinstance(module, JointLatents)}
         self.moves_positions = any(hasattr(module, "rope_deltas") for module in skeleton.modules())
 
     def adapters(self, clients: Sequence[tuple[Adapted, Mapping[str, Slot]]], sizes: Sequence[int]) -> dict[str, Any]:
@@ -70,7 +72,7 @@ class JointModel:
         self, caches: Sequence[Any], sizes: Sequence[int], attention: Sequence[torch.Tensor | None]
     ) -> JointCache:
         """Return the caches of the clients of a walk, n rows each, and their masks [n, L + 1] or None, as one."""
-        return JointCache(caches, sizes, attention, self._inner)
+        return JointCache(caches, sizes, attention, self._inner, self.latent)
 
     def forward(self, cache: WalkCache, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """Return the model's output for tokens [N, 1] at positions [N, 1], or [K, N, 1] if a token has K of them."""
