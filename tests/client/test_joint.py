@@ -21,7 +21,9 @@ import pytest
 import torch
 import transformers
 from peft import get_peft_model
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import AttentionInterface, AttentionMaskInterface, LogitsProcessor, LogitsProcessorList
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import symbiosis
 from symbiosis import Client, Executor
@@ -1060,7 +1062,29 @@ def _own_dropout(model: Any) -> None:
     model.base_model.model.model.layers[0].self_attn.q_proj.lora_dropout["default"] = Double()
 
 
-CHANGES = [_rescale, _crop, _share, _flatten, _half, _frequencies, _epsilon, _new_weight, _own_forward, _own_dropout]
+def _sharp(*args: Any, scaling: float, **options: Any) -> Any:
+    return sdpa_attention_forward(*args, scaling=3 * scaling, **options)
+
+
+def _attention(model: Any) -> None:
+    AttentionInterface.register("sharp", _sharp)
+    AttentionMaskInterface.register("sharp", sdpa_mask)
+    model.base_model.model.set_attn_implementation("sharp")
+
+
+CHANGES = [
+    _rescale,
+    _crop,
+    _share,
+    _flatten,
+    _half,
+    _frequencies,
+    _epsilon,
+    _new_weight,
+    _own_forward,
+    _own_dropout,
+    _attention,
+]
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])

@@ -14,7 +14,7 @@ from peft import LoraConfig
 
 from symbiosis import Client, Executor
 from symbiosis.testing.zoo import random_model, zoo_inputs, zoo_model
-from tests.client.test_joint import OPTIONS, assert_equal, plain, text
+from tests.client.test_joint import OPTIONS, assert_equal, plain, ready, text
 from tests.helpers import LOGITS
 
 QWEN = "Qwen2VLForConditionalGeneration"
@@ -137,3 +137,27 @@ async def test_a_model_whose_positions_are_not_the_number_of_tokens_is_left_to_c
             found = await asyncio.gather(write(a, 0, firsts[0]), write(b, 1, firsts[1]))
             for one, other in zip(found, expected, strict=True):
                 assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+async def test_a_change_in_a_nested_configuration_is_noticed_between_two_tokens() -> None:
+    base = model_of("Gemma3ForConditionalGeneration")
+
+    @torch.no_grad()
+    def decode(model: Any) -> list[bool]:
+        ids, cache, found = text(8), None, []
+        for number in range(12):
+            model.config.text_config.output_hidden_states = number >= 6
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            found.append(out.get("hidden_states") is not None)
+        return found
+
+    right = decode(copy.deepcopy(base))
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(executor.client(name=str(number))) for number in range(2)]
+        await ready(executor, clients)
+        got, _ = await asyncio.gather(
+            clients[0].run(decode, clients[0].model), clients[1].generate(input_ids=text(8), max_new_tokens=30)
+        )
+        assert executor.statistics().clients["0"].joint >= 3
+    assert got == right == [False] * 6 + [True] * 6

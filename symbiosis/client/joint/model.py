@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from symbiosis.client.experts import VirtExperts
 from symbiosis.client.joint.adapters import Adapted, JointLatents, adapters_of, make_joint
 from symbiosis.client.joint.attention import INNER, NAME, JointCache, JointError, WalkCache, structure, walk
+from symbiosis.client.joint.reading import settings_of
 from symbiosis.client.joint.stacks import Slot
 from symbiosis.training.text_length import depends_on_length
 
@@ -40,7 +41,7 @@ class JointModel:
     def __init__(self, skeleton: Any) -> None:
         _check(skeleton)
         self.module: nn.Module = skeleton
-        self.settings: dict[str, Any] = skeleton.config.to_dict()
+        self.settings = settings_of(skeleton.config)
         self._model = skeleton
         self._inner = skeleton.config._attn_implementation
         self._layers = make_joint(skeleton)

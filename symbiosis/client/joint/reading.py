@@ -30,6 +30,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
 from symbiosis.client.experts import VirtExperts
@@ -43,6 +44,8 @@ _UNLIKE = {"training", "may_have_siblings", "_output_capturing_hooks_installed"}
 _SENSES = {"pixel_values", "pixel_values_videos", "input_features", "input_values"}
 """What models of images, videos and sound read. Inside another model, they take no part in a walk for a token."""
 _KINDS = (lora.Linear, lora.Embedding, ia3.Linear)
+Settings = tuple[dict[str, Any], list[str | None]]
+"""A configuration, as :func:`settings_of` gives it."""
 
 
 class Reading:
@@ -60,7 +63,7 @@ class Reading:
         runs_own_code: whether there are such adapters.
     """
 
-    def __init__(self, model: Any, reference: Any, settings: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, reference: Any, settings: Settings) -> None:
         self.adapted: dict[str, tuple[Any, str]] = {}
         self._scalings: list[tuple[dict[str, Any], str, float]] = []
         self._parameters: list[tuple[dict[str, Any], str]] = []
@@ -88,7 +91,7 @@ class Reading:
         self._passing = False
         """Whether the reason, such as training mode, can end without a change that :meth:`is_current` detects."""
         try:
-            if model.config.to_dict() != settings:
+            if settings_of(model.config) != settings:
                 raise _WalksAloneError("a configuration of its own")
             self._read(model, reference, "")
             self._check_state()
@@ -96,7 +99,7 @@ class Reading:
                 _try(layer, base)
         except _WalksAloneError as error:
             self.reason = str(error)
-        self._config, self._settings = model.config, dict(vars(model.config))
+        self._configs = [(vars(config), dict(vars(config))) for config in _with_nested(model.config)]
         self._replaced = list(map(_has_own_forward, self._states))
         self._objects = list(chain.from_iterable(map(_values, self._contents)))
         self._ids = list(map(id, self._objects))
@@ -133,7 +136,9 @@ class Reading:
             if not self._has_same_parts():
                 return False
             self._seen = changes
-        if self._passing or any(map(_training, self._dropouts)) or vars(self._config) != self._settings:
+        if self._passing or any(map(_training, self._dropouts)):
+            return False
+        if any(now != before for now, before in self._configs):
             return False
         for layer, disabled, active in self._tuners:
             if layer._disable_adapters is not disabled or layer._active_adapter != active or layer.merged_adapters:
@@ -272,6 +277,18 @@ class Reading:
         self.runs_own_code = True
         self._untried.append((wrapper, base))
         self.adapted[name] = wrapper, ""
+
+
+def settings_of(config: PreTrainedConfig) -> Settings:
+    """Return the values of a configuration, and its choices of attention, which are not among them. Choices of code for
+    experts have no effect on banks that are served, and ``generate`` changes them on GPUs."""
+    return config.to_dict(), [each._attn_implementation for each in _with_nested(config)]
+
+
+def _with_nested(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return a configuration and those nested in it, such as that of a text model."""
+    nested = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    return [config, *chain.from_iterable(map(_with_nested, nested))]
 
 
 class _Registrations:
