@@ -15,6 +15,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from symbiosis import Client, Executor
+from symbiosis.client.joint.adapters import in_place_of_base
 from symbiosis.core.requests import Request
 from symbiosis.policies import Opportunistic
 from symbiosis.testing import tiny_model
@@ -331,3 +332,23 @@ async def test_an_adapter_that_changes_its_ways_ends_its_tenants_operation_alone
     assert isinstance(got, RuntimeError)
     assert how in str(got)
     assert joint >= 6
+
+
+@pytest.mark.parametrize("method", ["dora", "oft"])
+async def test_what_stands_for_a_base_layer_does_so_on_its_own_thread(method: str) -> None:
+    """Another thread may call the model while an adapter's code runs, or is tried."""
+    base, stood_in = model_of("llama"), []
+    right = plain(copy.deepcopy(base), METHODS[method](), 0)(input_ids=text(12)).logits
+
+    def stand_in(*given: Any) -> torch.Tensor:
+        stood_in.append(given)
+        return torch.zeros(1)
+
+    async with Executor(base) as executor, executor.client(METHODS[method](), seed=0) as client:
+        layer = client.model.base_model.model.model.layers[0].self_attn.q_proj
+        with in_place_of_base(layer, stand_in, multiply=stand_in):
+            got = await asyncio.to_thread(client.model, input_ids=text(12))
+            assert not stood_in
+            layer.get_base_layer()(text(12))
+            assert len(stood_in) == 1
+    assert (got.logits - right).abs().max() <= LOGITS * right.abs().max()

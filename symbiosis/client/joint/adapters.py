@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -225,15 +226,26 @@ def _suspended(*given: Any) -> Any:
 @contextlib.contextmanager
 def in_place_of_base(layer: Any, stand_in: Callable[..., Any], **more: Callable[..., Any]) -> Iterator[None]:
     """Replace what the base layer of a tuner layer computes, its requests, and ``more`` methods inside the ``with``
-    block."""
+    block, on this thread."""
     base = layer.original_module if isinstance(layer, AuxiliaryTrainingWrapper) else layer.get_base_layer()
     replaced = {"forward": stand_in, "request": stand_in, **more}
-    base.__dict__.update(replaced)
+    base.__dict__.update({name: _on_this_thread(new, getattr(base, name)) for name, new in replaced.items()})
     try:
         yield
     finally:
         for name in replaced:
             del base.__dict__[name]
+
+
+def _on_this_thread(new: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is ``new`` on the calling thread, and ``method`` on others, where the tenant may call its
+    model meanwhile."""
+    thread = threading.get_ident()
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (new if threading.get_ident() == thread else method)(*args, **kwargs)
+
+    return either
 
 
 class _JointLayer:
