@@ -95,7 +95,7 @@ class Client:
 
     async def open(self) -> Client:
         """Connect, build this client's part of the model and put the adapter on it."""
-        opened_before = self._connecting or self._channel is not None or self.closed
+        opened_before = self.is_open or self.closed
         if opened_before:
             raise UsageError(f"client {self.name!r} was opened before; make a new one")
         self._connecting = True
@@ -144,6 +144,11 @@ class Client:
             self._thread.close()
             if self._seat is not None:
                 self._seat.give_back()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the client has joined the executor, or is joining it, and has not left."""
+        return not self.closed and (self._connecting or self._channel is not None)
 
     def _closed_error(self) -> ClientClosedError:
         return ClientClosedError(f"client {self.name!r} is closed; its model cannot be used any more")

@@ -21,7 +21,7 @@ from symbiosis.core.privacy import Privacy, masked
 from symbiosis.core.registry import make_privacy, make_transport
 from symbiosis.core.terms import MOST_DECODED, NO_TERMS, Kind, Terms
 from symbiosis.core.transport import Channel, Look
-from symbiosis.errors import ExecutorClosedError, ShareError, UsageError
+from symbiosis.errors import BusyError, ExecutorClosedError, ShareError, UsageError
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -105,7 +105,7 @@ class Base:
         """Return a client of this model, to be opened with ``async with``.
 
         Args:
-            peft_config, name, seed: see :meth:`symbiosis.Executor.client`.
+            peft_config, name, seed: see :meth:`symbiosis.Executor.client`. Open clients of a base have different names.
             device: where the client's part of the model runs; by default where the transport delivers tensors.
             priority, slo_ms, ttft_ms, kind: what the client asks for; see :meth:`symbiosis.Executor.client`. A client
                 in another process can make itself less urgent than the default, never more urgent.
@@ -120,6 +120,9 @@ class Base:
         async def connect(name: str) -> Channel:
             if self._look is None:
                 raise self._not_open()
+            # Each of several replicas would admit the name, until one of the clients has to join the other's replica.
+            if any(other.is_open and other.name == name for other in self._clients if other is not client):
+                raise BusyError(f"a client named {name!r} is open already; close it, or choose another name")
             channel = await self._transport.connect(self.address, name, terms)
             return await masked(scheme, channel, self.address, terms, self._options)
 

@@ -27,6 +27,7 @@ from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Look
 from symbiosis.errors import (
+    BusyError,
     ConnectionLostError,
     PrivacyError,
     RefusedError,
@@ -96,6 +97,19 @@ async def test_clients_that_have_joined_at_different_replicas_decode_jointly(tmp
                 await asyncio.gather(alice.generate(**options), bob.generate(**options))
         assert other.statistics().requests
         assert all(base.walks()[name]["joint"] > 12 for name in ("alice", "bob")), base.walks()
+
+
+async def test_two_open_clients_with_one_name_are_refused_although_each_replica_has_one(tmp_path: Path) -> None:
+    async with two(tmp_path) as (_, _, addresses), symbiosis.connect(addresses) as base:
+        clients = [base.client(name="alice") for _ in range(3)]
+        first, second = await asyncio.gather(*(client.open() for client in clients[:2]), return_exceptions=True)
+        assert first is clients[0]
+        assert isinstance(second, BusyError)
+        with pytest.raises(BusyError, match="'alice' is open already"):
+            await clients[2].open()
+        await clients[0].close()
+        async with clients[2]:
+            await clients[2].forward(input_ids=IDS)
 
 
 def test_a_replica_that_is_killed_within_a_step_costs_nothing(services: tuple[Service, Service, str]) -> None:
