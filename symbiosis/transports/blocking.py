@@ -167,7 +167,10 @@ class BlockingChannel(SynchronousChannel):
             message = connection.receive()
             if message is None:
                 conversation.check_open()
-                if (ping := conversation.check_alive(time.monotonic())) is not None:
+                now = time.monotonic()
+                if connection.moves():
+                    conversation.heard(now)
+                if (ping := conversation.check_alive(now)) is not None:
                     connection.send([ping])
                 continue
             type_, content, attached = message

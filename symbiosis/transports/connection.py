@@ -121,6 +121,10 @@ class BlockingConnection(_Connection):
         """Return the next message; None if none came for some time (at most 5 s). Raises WireError if the message is
         malformed."""
 
+    @abstractmethod
+    def moves(self) -> bool:
+        """Return whether bytes came during the last :meth:`receive`."""
+
     def interrupt(self) -> None:
         """Make :meth:`receive` on another thread return or raise soon, if it does not do so in any case."""
 

@@ -215,6 +215,8 @@ class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol)
 class BlockingStreamClient(StreamClient, BlockingConnection):
     """A connection for threads that block: the calling thread itself writes to the socket and reads from it."""
 
+    _came = False
+
     def _begin(self) -> None:
         """Begin to receive, after the first messages."""
         self._socket.settimeout(None)
@@ -222,10 +224,12 @@ class BlockingStreamClient(StreamClient, BlockingConnection):
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(PING_AFTER_S), 0))
 
     def receive(self) -> Message | None:
+        self._came = False
         while (message := self._take()) is None:
             try:
                 count = self._read(self._stream.room())
                 if count:
+                    self._came = True
                     self._stream.filled(count)
             except BlockingIOError:
                 return None
@@ -234,6 +238,9 @@ class BlockingStreamClient(StreamClient, BlockingConnection):
             if not count:
                 raise self._reason(None)
         return message
+
+    def moves(self) -> bool:
+        return self._came
 
     def _read(self, room: memoryview) -> int:
         """Wait for bytes, and return their number. Raises BlockingIOError if none came within PING_AFTER_S."""

@@ -1,8 +1,9 @@
-"""Ctrl-C in the middle of a call on a channel for synchronous code, over each transport."""
+"""Channels for synchronous code: Ctrl-C in the middle of a call, over each transport, and answers that come slowly."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,19 @@ import torch
 import symbiosis
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
-from symbiosis.transports import shm_client, tcp_client, wire
+from symbiosis.errors import ConnectionLostError
+from symbiosis.transports import blocking, shm_client, tcp_client, wire
 from symbiosis.transports.blocking import BlockingChannel
-from symbiosis.transports.conversation import Conversation, Pending
-from symbiosis.transports.stream import frame
-from symbiosis.transports.wire import Hello
+from symbiosis.transports.conversation import PING_AFTER_S, UNANSWERED, Conversation, Pending
+from symbiosis.transports.limits import Limits
+from symbiosis.transports.stream import ByteStream, frame
+from symbiosis.transports.stream_client import BlockingStreamClient
+from symbiosis.transports.tcp_client import PayloadCarrier
+from symbiosis.transports.wire import Hello, Type
 from tests.helpers import in_thread, until
+from tests.transports.test_conversation import a_call, welcome
 
+ROWS = 1000
 MOMENTS = [
     "it waits to be sent",
     "half of it is sent",
@@ -116,3 +123,52 @@ def interrupts(fn: Any, *arguments: Any) -> bool:
     except KeyboardInterrupt:
         return True
     return False
+
+
+class Slow(BlockingStreamClient):
+    """A connection whose executor sends nothing but ``pieces``; before each, and after the last, it is silent for long
+    enough that a PING is due."""
+
+    def __init__(self, clock: Any, pieces: list[bytes]) -> None:
+        super().__init__("tcp://executor")
+        self.carrier = PayloadCarrier()
+        self.welcome = welcome(Limits(rows=ROWS, arena_bytes=1 << 20))
+        self.share = SimpleNamespace()  # type: ignore[assignment]
+        self._stream = ByteStream(wire.MAX_TO_CLIENT)
+        self._socket = SimpleNamespace(sendall=lambda part: None, close=lambda: None)  # type: ignore[assignment]
+        self._clock = clock
+        self._pieces = pieces
+        self._silent = False
+
+    def _read(self, room: memoryview) -> int:
+        self._silent = not self._silent
+        if self._silent or not self._pieces:
+            self._clock.now += PING_AFTER_S
+            raise BlockingIOError
+        piece = self._pieces.pop(0)
+        room[: len(piece)] = piece
+        return len(piece)
+
+
+def ask(pieces: list[bytes], monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Return the result of a call whose answer comes in pieces."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(blocking, "time", clock)
+    channel = BlockingChannel(lambda hello, again: Slow(clock, pieces), "tcp://executor", Hello("alice"), 0.0)
+    (result,) = channel.call(a_call(ROWS))
+    return result
+
+
+def test_a_result_may_take_long_while_its_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = ROWS * 8 * 4
+    answer = frame(wire.pack(Type.RESULT, 1), size) + bytes(size)
+    pieces = [answer[start : start + 100] for start in range(0, len(answer), 100)]
+    assert len(pieces) > 3 * UNANSWERED
+    assert torch.equal(ask(pieces, monkeypatch), torch.zeros(ROWS, 8))
+
+
+@pytest.mark.parametrize("pieces", [0, 3])
+def test_a_connection_is_given_up_over_which_nothing_comes(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = frame(wire.pack(Type.RESULT, 1), ROWS * 8 * 4)
+    with pytest.raises(ConnectionLostError, match="has not answered for 125 s"):
+        ask([answer[number : number + 1] for number in range(pieces)], monkeypatch)
