@@ -11,7 +11,7 @@ from torch import nn
 
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import dtype_name, fingerprint_of
-from symbiosis.executor.quantized import parts_of
+from symbiosis.executor.quantized import parts_of, scales_of
 
 _BLOCKS, _BLOCK = 8, 2048
 """Blocks of each tensor that enter a fingerprint, and elements of a block. Of a file that is mapped, few pages are
@@ -34,6 +34,9 @@ def layer_fingerprints(layers: Iterable[tuple[LayerSpec, nn.Module]]) -> list[st
                 _sample(found, name, part, spec.dtype if plain else part.dtype)
             if (state := getattr(parameter, "quant_state", None)) is not None:  # dequantized numbers have its dtype
                 found.update(dtype_name(state.dtype).encode())
+        for name, each in module.named_modules():
+            if (scales := scales_of(each)) is not None:
+                _sample(found, name, scales, scales.dtype)
         hashes.append(found.hexdigest())
     return hashes
 

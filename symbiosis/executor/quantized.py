@@ -110,8 +110,8 @@ class _EightBits(_Dequantized):
         return y if self.module.bias is None or not bias else y + self.module.bias
 
     def blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        weight, state = self.module.weight, self.module.state
-        codes, scales = (weight.data, weight.SCB) if state.CB is None else (state.CB, state.SCB)
+        codes, scales = self.module.weight.data, scales_of(self.module)
+        assert scales is not None
         for outputs in self._outputs():
             yield outputs, codes[outputs].float() * scales[outputs, None] / 127
 
@@ -206,9 +206,23 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from parts_of(getattr(tensor, name))
     else:
         yield tensor.detach() if tensor.is_floating_point() else tensor.detach().as_subclass(torch.Tensor)
-        scales = getattr(getattr(tensor, "quant_state", None), "absmax", None)  # of bitsandbytes' Params4bit
-        if isinstance(scales, torch.Tensor):
-            yield scales
+        state = getattr(tensor, "quant_state", None)  # of bitsandbytes' Params4bit; nested if scales have scales
+        while state is not None:
+            yield from (part for part in (state.absmax, state.code, state.offset) if part is not None)
+            state = state.state2
+
+
+def scales_of(module: nn.Module) -> torch.Tensor | None:
+    """Return the scales [o] of bitsandbytes' ``Linear8bitLt``; None for another module.
+
+    They are no part of the weight. The module's first forward pass moves them from an attribute of it to the module.
+    """
+    weight: Any = module._parameters.get("weight")
+    if not hasattr(weight, "SCB"):
+        return None
+    state: Any = module.state
+    scales: torch.Tensor | None = state.SCB if weight.SCB is None else weight.SCB
+    return scales
 
 
 def size_of(tensor: torch.Tensor) -> int:

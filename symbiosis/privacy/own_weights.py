@@ -23,7 +23,7 @@ from symbiosis.executor.fingerprint import weights_fingerprint
 from symbiosis.executor.fp32_products import times, times_transposed
 from symbiosis.executor.layers import QuantizedLayer, is_linear
 from symbiosis.executor.loading import load_model
-from symbiosis.executor.quantized import is_quantized, parts_of
+from symbiosis.executor.quantized import is_quantized, parts_of, scales_of
 from symbiosis.privacy.masks import MaskedKey
 from symbiosis.privacy.typical_sizes import TypicalSizes
 
@@ -103,9 +103,11 @@ class _QuantizedWeight(_Weight):
         super().__init__(spec.name, self._layer.device)
 
     def parts(self) -> Iterable[torch.Tensor]:
-        # Another parameter may differ in scales only, of which bitsandbytes keeps some with the module.
-        weight = self._layer.module.weight
-        return parts_of(self._parameter) if weight is self._parameter else ()
+        module = self._layer.module
+        if module.weight is not self._parameter:
+            return ()
+        scales = scales_of(module)
+        return (*parts_of(self._parameter), *(() if scales is None else (scales,)))
 
     def product(self, x: torch.Tensor, *, backward: bool) -> torch.Tensor:
         if backward:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +60,43 @@ def test_nf4_weights_in_another_dtype_are_others() -> None:
     assert described(model)["weights"] == described(other)["weights"]
     other.get_submodule("model.layers.1.mlp.up_proj").weight.quant_state.dtype = torch.bfloat16
     assert described(model)["weights"] != described(other)["weights"]
+
+
+def _int8_scales(weight: Any) -> torch.Tensor:
+    return weight.SCB
+
+
+def _offset_of_scales(weight: Any) -> torch.Tensor:
+    return weight.quant_state.offset
+
+
+def _scales_of_scales(weight: Any) -> torch.Tensor:
+    return weight.quant_state.state2.absmax
+
+
+@pytest.mark.parametrize(
+    ("format_", "part"),
+    [
+        ("bitsandbytes int8", _int8_scales),
+        ("bitsandbytes NF4 with bf16", _offset_of_scales),
+        ("bitsandbytes NF4 with bf16", _scales_of_scales),
+    ],
+)
+def test_other_scales_are_another_model(format_: str, part: Callable[[Any], torch.Tensor]) -> None:
+    """Codes may be the same, as after IA3 was merged."""
+    model, other = (model_in("LlamaForCausalLM", FORMATS[format_]) for _ in range(2))
+    assert described(model)["weights"] == described(other)["weights"]
+    part(other.get_submodule("model.layers.1.mlp.up_proj").weight).mul_(2)
+    assert described(model)["weights"] != described(other)["weights"]
+
+
+def test_a_forward_pass_changes_no_fingerprint() -> None:
+    """bitsandbytes keeps its scales elsewhere then."""
+    model = model_in("LlamaForCausalLM", FORMATS["bitsandbytes int8"])
+    before = described(model)
+    model(input_ids=torch.arange(9)[None])
+    assert model.model.layers[1].mlp.up_proj.weight.SCB is None
+    assert described(model) == before
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell mapped memory")

@@ -488,6 +488,17 @@ async def test_a_quantized_model_that_an_adapter_is_merged_into(format_: str) ->
             await one.client(privacy=LocalPads(own)).open()
 
 
+async def test_scales_that_change_in_place() -> None:
+    """The codes of int8 stay the same."""
+    model = model_in("LlamaForCausalLM", FORMATS["bitsandbytes int8"])
+    own = copy.deepcopy(model)
+    async with executors(model, "local-pads") as (one,), one.client(privacy=LocalPads(own)) as client:
+        await client.forward(input_ids=IDS)
+        own.model.layers[1].mlp.up_proj.state.SCB.mul_(2)
+        with pytest.raises(PrivacyError, match="up_proj of the tenant's model was changed"):
+            await one.client(privacy=LocalPads(own)).open()
+
+
 async def test_a_copy_whose_format_needs_a_library_that_is_missing(
     base: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
