@@ -15,13 +15,14 @@ from typing import cast
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from symbiosis.core.requests import LayerSpec, Results
 from symbiosis.core.transport import Channel
 from symbiosis.errors import PrivacyError, UsageError
 from symbiosis.executor.fingerprint import weights_fingerprint
 from symbiosis.executor.fp32_products import times, times_transposed
-from symbiosis.executor.layers import QuantizedLayer, is_linear
+from symbiosis.executor.layers import QuantizedLayer
 from symbiosis.executor.loading import load_model
 from symbiosis.executor.quantized import is_quantized, parts_of, scales_of
 from symbiosis.privacy.masks import MaskedKey
@@ -157,7 +158,9 @@ class OwnWeights:
                 raise PrivacyError(f"{why} no {spec.name}; {advice}") from error
         if weights_fingerprint(modules) != fingerprint:
             raise PrivacyError(f"{why} other weights than the executor serves, so results would be wrong; {advice}")
-        linear = {spec.layer: module for spec, module in modules if spec.linear and is_linear(module)}
+        # The executor's layer gives a product. What else the tenant's module does, as in hooks, does not matter.
+        products = [(spec.layer, module) for spec, module in modules if spec.linear]
+        linear = {layer: module for layer, module in products if isinstance(module, (nn.Linear, Conv1D))}
         self._weights: dict[int, _Weight] = {}
         for layer, module in linear.items():
             spec, weight = layers[layer], cast(torch.Tensor, module.weight)

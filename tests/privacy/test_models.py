@@ -499,6 +499,20 @@ async def test_scales_that_change_in_place() -> None:
             await one.client(privacy=LocalPads(own)).open()
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+async def test_a_copy_with_hooks(architecture: str) -> None:
+    """The executor's layer has none, so hooks of the tenant's own must not matter."""
+    model = tiny_model(architecture)
+    own = copy.deepcopy(model)
+    for module in own.modules():
+        module.register_forward_pre_hook(lambda module, arguments: None)
+    async with executors(model, "local-pads") as (one,):
+        async with one.client() as client:
+            expected = (await client.forward(input_ids=IDS)).logits
+        async with one.client(privacy=scheme("local-pads", own)) as client:
+            torch.testing.assert_close((await client.forward(input_ids=IDS)).logits, expected, rtol=0, atol=1e-4)
+
+
 async def test_a_copy_whose_format_needs_a_library_that_is_missing(
     base: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
