@@ -139,7 +139,8 @@ class BlockingChannel(SynchronousChannel):
                     if conversation.state is not _JOINED:
                         self._rejoin()
                     try:
-                        return self._exchange(pending)
+                        answer = self._exchange(pending)
+                        break
                     except (OSError, ConnectionLostError, ExecutorClosedError) as error:
                         self._lost(error)
             except SymbiosisError as error:
@@ -152,9 +153,12 @@ class BlockingChannel(SynchronousChannel):
             except BaseException:  # Ctrl-C: the call may wait, a message be half sent, and an answer may still come
                 self._interrupted()
                 raise
+        if isinstance(answer, SymbiosisError):
+            raise answer
+        return answer
 
-    def _exchange(self, pending: Pending) -> Results:
-        """Send a call and return its results."""
+    def _exchange(self, pending: Pending) -> Results | SymbiosisError:
+        """Send a call and return its results, or the error that the executor answers. It concerns this call alone."""
         connection, conversation = self._connection, self._conversation
         carrier = connection.carrier
         conversation.outstanding.next()
@@ -180,10 +184,9 @@ class BlockingChannel(SynchronousChannel):
                 results = None if error is not None else carrier.take(pending, attached)
                 conversation.outstanding.settle(pending)
                 carrier.free(pending)
-                if error is not None:
-                    raise error
-                assert results is not None, "a blocking connection brings results with their message"
-                return results
+                outcome = error or results
+                assert outcome is not None, "a blocking connection brings results with their message"
+                return outcome
             if conversation.state is not State.JOINED:
                 assert conversation.error is not None
                 raise conversation.error

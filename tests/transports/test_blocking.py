@@ -12,7 +12,7 @@ import torch
 import symbiosis
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
-from symbiosis.errors import ConnectionLostError
+from symbiosis.errors import ConnectionLostError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import blocking, shm_client, tcp_client, wire
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.conversation import PING_AFTER_S, UNANSWERED, Conversation, Pending
@@ -172,3 +172,25 @@ def test_a_connection_is_given_up_over_which_nothing_comes(pieces: int, monkeypa
     answer = frame(wire.pack(Type.RESULT, 1), ROWS * 8 * 4)
     with pytest.raises(ConnectionLostError, match="has not answered for 125 s"):
         ask([answer[number : number + 1] for number in range(pieces)], monkeypatch)
+
+
+@pytest.mark.parametrize("error", [ConnectionLostError, WireError, UsageError])
+def test_an_error_that_is_answered_concerns_one_call(
+    error: type[SymbiosisError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its class may be one that otherwise means the end of the connection, such as of the executor's storage."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(blocking, "time", clock)
+    joined: list[Slow] = []
+
+    def join(hello: Hello, again: bool) -> Slow:
+        answers = [frame(wire.pack_error(1, error("of the storage"))), frame(wire.pack(Type.RESULT, 2), 64) + bytes(64)]
+        joined.append(Slow(clock, [] if joined else answers))
+        return joined[-1]
+
+    channel = BlockingChannel(join, "tcp://executor", Hello("alice"), 60.0)
+    with pytest.raises(error, match="of the storage"):
+        channel.call(a_call(2))
+    (result,) = channel.call(a_call(2))
+    assert torch.equal(result, torch.zeros(2, 8))
+    assert len(joined) == 1
