@@ -252,8 +252,11 @@ class BlockingChannel(SynchronousChannel):
         conversation.check_open()  # another thread may have closed the channel
 
     def close(self) -> None:
-        """Leave. A call in progress on another thread ends with ClientClosedError."""
+        """Leave. A call in progress on another thread ends with ClientClosedError; if it joins again, once it has."""
+        rejoins = self._conversation.state is State.REJOINING
         self._conversation.end(self._closed())
+        if rejoins:  # the old connection is closed, and the thread that opens another one closes it
+            return
         self._connection.interrupt()
         with self._lock:
             self._connection.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 import symbiosis
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
-from symbiosis.errors import ConnectionLostError, SymbiosisError, UsageError, WireError
+from symbiosis.errors import ClientClosedError, ConnectionLostError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import blocking, shm_client, tcp_client, wire
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.conversation import PING_AFTER_S, UNANSWERED, Conversation, Pending
@@ -135,7 +137,9 @@ class Slow(BlockingStreamClient):
         self.welcome = welcome(Limits(rows=ROWS, arena_bytes=1 << 20))
         self.share = SimpleNamespace()  # type: ignore[assignment]
         self._stream = ByteStream(wire.MAX_TO_CLIENT)
-        self._socket = SimpleNamespace(sendall=lambda part: None, close=lambda: None)  # type: ignore[assignment]
+        self._socket = SimpleNamespace(  # type: ignore[assignment]
+            sendall=lambda part: None, shutdown=lambda how: None, close=lambda: None
+        )
         self._clock = clock
         self._pieces = pieces
         self._silent = False
@@ -194,3 +198,30 @@ def test_an_error_that_is_answered_concerns_one_call(
     (result,) = channel.call(a_call(2))
     assert torch.equal(result, torch.zeros(2, 8))
     assert len(joined) == 1
+
+
+async def test_closing_does_not_wait_for_a_thread_that_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread closes the connection that it opens meanwhile."""
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now, sleep=lambda delay: None)
+    monkeypatch.setattr(blocking, "time", clock)
+    joins, may_join, closed = threading.Event(), threading.Event(), []
+
+    def join(hello: Hello, again: bool) -> Slow:
+        if again:
+            joins.set()
+            may_join.wait(60)
+        connection = Slow(clock, [])
+        connection._socket.close = lambda: closed.append(again)  # type: ignore[method-assign]
+        return connection
+
+    channel = BlockingChannel(join, "tcp://executor", Hello("alice"), 60.0)
+    call = asyncio.create_task(in_thread(channel.call, a_call()))
+    try:
+        assert await in_thread(joins.wait, 10)
+        assert closed == [False]
+        await asyncio.wait_for(in_thread(channel.close), 10)
+    finally:
+        may_join.set()
+    with pytest.raises(ClientClosedError):
+        await call
+    assert closed == [False, True]
