@@ -94,7 +94,11 @@ class _TappedSession:
 
     def at_once(self, call: Call) -> Results | None:
         tensors = _copies(call.tensors)
-        results = self._session.at_once(call)
+        try:
+            results = self._session.at_once(call)
+        except Exception:
+            self._record(self.client, call, tensors)
+            raise
         if results is not None:  # otherwise the call is submitted next
             self._record(self.client, call, tensors).results = _copies(results)
         return results
