@@ -33,7 +33,7 @@ class OwnWork:
         """Learn from the time since the client's last answer, less the time in which batches ran, unless the request
         ``begins`` a walk."""
         before, idle = self._answers.pop(request.client, (None, 0.0))
-        if before is not None and not begins:
+        if before is not None and before.kind is request.kind and not begins:
             self._models[request.kind][before.key].learn(before.rows, request.arrived - self._ran - idle)
 
     def ran(self, seconds: float) -> None:

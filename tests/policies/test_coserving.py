@@ -434,6 +434,17 @@ def test_own_work_of_local_clients_is_part_of_the_cost_of_their_batches() -> Non
     assert before - policy.walks.slack(Kind.PREFILL, w.clock.now) == pytest.approx(7e-3)
 
 
+def test_threads_of_a_client_with_prompts_and_tokens_at_once() -> None:
+    """The time between the requests of two threads is no own work."""
+    world = world_of(CoServing(), "one", local=True)
+    world.submit("one", F0, 8, Kind.PREFILL)
+    batch = world.decide()
+    assert isinstance(batch, Batch)
+    world.submit("one", F0, 1, Kind.DECODE)
+    world.complete(batch, 1e-3)
+    world.submit("one", F1, 1, Kind.DECODE)
+
+
 def test_own_work_of_clients_in_other_processes_costs_nothing() -> None:
     policy = _steps(world(CoServing(slo_ms=100)), 5e-3)
     assert policy.own_work.seconds(Request(1, "job", F0, 64, Kind.FINETUNE, 0.0)) == 0
