@@ -147,7 +147,7 @@ class Client:
 
     @property
     def is_open(self) -> bool:
-        """Whether the client has joined the executor, or is joining it, and has not left."""
+        """Whether the client was opened, or is being opened, and was not closed."""
         return not self.closed and (self._connecting or self._channel is not None)
 
     def _closed_error(self) -> ClientClosedError:

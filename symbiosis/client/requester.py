@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
@@ -13,7 +14,8 @@ from symbiosis.client.placeholders import KeptProduct
 from symbiosis.client.siblings import SiblingState
 from symbiosis.client.waiting import Waiter, wait_blocking
 from symbiosis.core.requests import Call, Key, Results
-from symbiosis.core.terms import Kind
+from symbiosis.core.share import Resident
+from symbiosis.core.terms import MOST_DECODED, Kind
 from symbiosis.core.transport import Channel
 from symbiosis.core.walk_starts import WalkStarts
 from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
@@ -27,23 +29,36 @@ class KindTracker:
     """Tells decode rows from prefill rows in the forward passes of one thread, without gradients.
 
     Several rows of one sequence belong to a prompt, and so does the rest of its walk: some models flatten sequences on
-    the way (OPT), and the last layer is asked for a prompt's last token alone.
-    Rows with more dimensions than [sequences, tokens, features] do not tell: DeepSeek expands the latent vectors of all
-    earlier tokens for each new one.
+    the way (OPT), and the last layer is asked for a prompt's last token alone. The first request of a walk decides, or,
+    if its rows are flat, the first one whose rows are not.
+
+    DeepSeek expands the latent vectors [sequences, 1, tokens, features] of all earlier tokens for each new one. Where
+    the executor would not believe that they are for one token, the walk is stated to be for a prompt.
     """
 
-    __slots__ = ("_kind", "_starts")
+    __slots__ = ("_flat", "_kind", "_starts", "too_many")
 
-    def __init__(self) -> None:
+    def __init__(self, too_many: bool = False) -> None:
         self._starts = WalkStarts()
         self._kind = Kind.DECODE
+        self._flat = False
+        """Whether all rows of this walk were flat so far."""
+        self.too_many = too_many
+        """Whether the latest request with latent vectors had too many of them for a decode request."""
 
-    def kind_of(self, key: Key, x: torch.Tensor) -> Kind:
-        """Return the kind of a request with the rows x [..., i]."""
+    def kind_of(self, key: Key, x: torch.Tensor, most: float) -> Kind:
+        """Return the kind of a request with the rows x [..., i], given the largest decode request, in rows."""
         if self._starts.begins(key):
-            self._kind = _DECODE
-        if x.ndim == 3 and x.shape[1] > 1:
-            self._kind = _PREFILL
+            self._flat = True
+            self._kind = _PREFILL if self.too_many else _DECODE
+        elif x.ndim == 4 and x.shape[1] == 1:
+            self.too_many = x.shape[:-1].numel() > most
+            if self.too_many:
+                self._kind = _PREFILL
+        if self._flat and x.ndim > 2:
+            self._flat = False
+            if x.shape[1:-1].numel() > 1:
+                self._kind = _PREFILL
         return self._kind
 
 
@@ -64,7 +79,7 @@ class ThreadState(threading.local):
     def forget(self) -> None:
         """Drop what a walk of this thread left behind."""
         self.siblings.forget()
-        self.kinds = KindTracker()
+        self.kinds = KindTracker(self.kinds.too_many)
         self.kept = KeptProduct()
 
 
@@ -87,6 +102,8 @@ class Requester:
         self.quantization: str | None = None
         self.before_backward = before_backward or (lambda: None)
         self.finetuning = False
+        self.most_decoded = math.inf
+        """Largest request, in rows, that the executor believes to be for one token of each of several texts."""
         self.joint: Mapping[str, float] | None = None
         """In a joint walk, the part of the rows that each client has; None in a client's own model."""
         self._channel: Channel | None = None
@@ -97,6 +114,7 @@ class Requester:
     def open(self, channel: Channel, waiter: Waiter | None = None) -> None:
         """Send over this channel from now on. By default every thread that sends blocks."""
         self._channel = channel
+        self.most_decoded = math.inf if isinstance(channel.share, Resident) else MOST_DECODED
         if waiter is not None:
             self._wait = waiter
 
@@ -112,7 +130,8 @@ class Requester:
     def forget(self) -> None:
         """Drop what a walk that has ended, or failed, left behind on any thread."""
         self.here.forget()
-        self.here = ThreadState()
+        kinds, self.here = self.here.kinds, ThreadState()
+        self.here.kinds = kinds
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:

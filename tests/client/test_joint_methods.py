@@ -268,6 +268,8 @@ async def test_layers_beside_a_tenants_that_changes_their_input_still_share_requ
     """OFT gives its base layer other rows than k_proj, between q_proj and v_proj, gets."""
 
     class Noting(Opportunistic):
+        lone_at_once = False  # else it is not told of requests that nothing can share a batch with
+
         def submitted(self, request: Request) -> None:
             if request.joint:
                 seen.append(request.clients)

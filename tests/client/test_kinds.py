@@ -159,3 +159,26 @@ async def test_a_model_is_opened_in_evaluation_mode(tmp_path: Path) -> None:
             with torch.no_grad():
                 await client.forward(input_ids=IDS)
             assert {kind for kind, _ in notes.taken()} == {Kind.PREFILL}
+
+
+@pytest.mark.parametrize(("length", "kind"), [(20, Kind.DECODE), (70, Kind.PREFILL)])
+async def test_tokens_of_another_process_that_expand_latent_vectors(length: int, kind: Kind, tmp_path: Path) -> None:
+    """The executor does not believe that more than 64 rows are for one token, so such a token is stated to be a prompt,
+    from its first request on, also in joint walks."""
+    notes, model = Walks(), zoo_model("DeepseekV3ForCausalLM")
+    model.generation_config.eos_token_id = None
+    ids = torch.arange(length)[None] % 60 + 3
+    async with symbiosis.Executor(model, policy=notes) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/s")
+        async with symbiosis.connect(listener.address) as base, base.client() as one, base.client() as other:
+            options = {"input_ids": ids, "do_sample": False, "min_new_tokens": 6, "max_new_tokens": 6}
+            for clients in ([one], [one], *[[one, other]] * 4):
+                before = len(notes.seen)
+                await asyncio.gather(*(client.generate(**options) for client in clients))
+                if clients == [one]:
+                    each = len(notes.seen[before:]) // 6
+                    found, begin = [found for found, _ in notes.seen[before:]], notes.begin[before:]
+            assert found == [Kind.PREFILL] * each + [kind] * 5 * each
+            assert begin == [True, *[False] * (each - 1)] * 6
+            assert sum(counts.get("joint", 0) for counts in base.walks().values()) >= 8
+            assert {found for found, rows in notes.seen[before:] if rows == 2} == {kind}

@@ -11,9 +11,11 @@ from symbiosis.policies.starts import Starts
 
 
 def key(step: str) -> Key:
-    """Return the key for a layer, such as ``"3"``, for its norms (``"3n"``), or for its backward pass (``"3b"``)."""
+    """Return the key for a layer, such as ``"3"``, for its norms (``"3n"``), in fp32 (``"3f"``), with a sibling
+    (``"3s"``), or for its backward pass (``"3b"``)."""
     pass_ = {"n": Pass.NORMS, "b": Pass.BACKWARD}.get(step[-1], Pass.FORWARD)
-    return Key((int(step.rstrip("nb")),), pass_)
+    layer = int(step.rstrip("nfsb"))
+    return Key((layer, layer + 1) if step.endswith("s") else (layer,), pass_, fp32=step.endswith("f"))
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,9 @@ def key(step: str) -> Key:
         "|0n 0 1n 1 2 |0n 0 1n 1 2",  # DoRA
         "|0 1 2 2b 1b |0 1 2 2b 1b |0",  # training
         "|0 1 2 2b |1 1b |0 0b |0",  # training that recomputes blocks in its backward pass
+        "|0s 0 1 2s 2 |0s 0",  # OFT in a joint walk, whose rows the siblings do not get
+        "|0 1 2 |0s 2 |0s 2",  # siblings are asked for one by one in the first walk
+        "|0 0n 0f |0 0n 0f |0 0s",  # two and more keys of one layer end a walk, too
     ],
 )
 def test_walks(steps: str) -> None:
@@ -41,3 +46,11 @@ def test_walks_of_each_client_and_kind() -> None:
     for number, (client, layer, kind) in enumerate(asked):
         found.append(starts.begins(Request(number, client, key(str(layer)), 1, kind, 0.0)))
     assert found == [True, True, False, False, True, True, False, True]
+
+
+def test_fine_tuning_has_walks_of_its_own() -> None:
+    """Another thread of the client may do it."""
+    starts = Starts()
+    asked = [(0, Kind.DECODE), (0, Kind.FINETUNE), (1, Kind.DECODE), (1, Kind.FINETUNE), (0, Kind.DECODE)]
+    found = [starts.begins(Request(n, "a", key(str(layer)), 1, kind, 0.0)) for n, (layer, kind) in enumerate(asked)]
+    assert found == [True, True, False, False, True]

@@ -77,7 +77,11 @@ class RowAdapters:
         """Return a layer's results for x, [N, …, i] → [N, …, o]."""
         codes = [_OwnCode(place, own, layer) for place, own in self._own]
         try:
-            changed = self._begun(x, codes, layer) if codes else {}
+            changed = self._begun(x, codes) if codes else {}
+            if changed and cast(VirtLinear, layer).siblings is None:
+                rows = x.split_with_sizes(self._sizes)
+                x = torch.cat([changed.get(place, own) for place, own in enumerate(rows)])
+                changed = {}
             y = layer.base(self._scaled(x, self._before, cast_first=True) if self._before else x)
             if self._after:
                 y = self._scaled(y, self._after)
@@ -85,6 +89,8 @@ class RowAdapters:
                 y = self._with_rows(x, y)
             if self._groups:
                 y = self._with_groups(x, y)
+            if changed:
+                changed = self._apart(changed, layer)
             return self._ended(y, codes, changed) if codes else y
         finally:
             for code in codes:
@@ -95,8 +101,8 @@ class RowAdapters:
         resized = RowAdapters(self._layers, [None] * len(sizes), sizes)
         return lambda x, layer: resized(x[0].transpose(0, 1), layer).transpose(0, 1)[None]
 
-    def _begun(self, x: torch.Tensor, codes: Sequence[_OwnCode], layer: _JointLayer) -> dict[int, torch.Tensor]:
-        """Begin the own code of clients. Return the base layer's results for those that changed their rows."""
+    def _begun(self, x: torch.Tensor, codes: Sequence[_OwnCode]) -> dict[int, torch.Tensor]:
+        """Begin the own code of clients. Return the rows for the base layer of those that changed them."""
         rows = x.split_with_sizes(self._sizes)
         given = {code.place: code.begin(rows[code.place]) for code in codes}
         changed = {place: found for place, found in given.items() if found is not None and found is not rows[place]}
@@ -104,8 +110,10 @@ class RowAdapters:
             if not _alike(found, rows[place]):
                 _drop(place, "the rows that an adapter gives its base layer have another shape or dtype than its own")
                 del changed[place]
-        if not changed:
-            return {}
+        return changed
+
+    def _apart(self, changed: Mapping[int, torch.Tensor], layer: _JointLayer) -> dict[int, torch.Tensor]:
+        """Return the base layer's results for rows that the layers beside it do not get."""
         results = layer.apart(changed)
         sizes = [self._sizes[place] for place in changed]
         return dict(zip(changed, results.split_with_sizes(sizes), strict=True))
