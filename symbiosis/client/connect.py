@@ -141,7 +141,7 @@ class Base:
         return client
 
     def _make_decoder(self) -> JointDecoder | None:
-        # A larger decode request of another process counts as fine-tuning.
+        # A larger decode request of another process counts as a prompt.
         return make_decoder(self._joint_mode, self._connect_joint, lambda _: True, self._walked, most_rows=MOST_DECODED)
 
     async def _connect_joint(self) -> Channel:

@@ -28,37 +28,39 @@ class ModelCopy:
 class KindTracker:
     """Tells decode rows from prefill rows in the forward passes of one thread, without gradients.
 
-    Several rows of one sequence belong to a prompt, and so does the rest of its walk: some models flatten sequences on
-    the way (OPT), and the last layer is asked for a prompt's last token alone. The first request of a walk decides, or,
-    if its rows are flat, the first one whose rows are not.
+    Several rows of one sequence belong to a prompt, whose walk begins with them, and so does the rest of this walk:
+    some models flatten sequences on the way (OPT), and the last layer is asked for a prompt's last token alone. Flat
+    rows with which a walk begins belong to a prompt, such as an image, if they are more than the sequences.
 
-    DeepSeek expands the latent vectors [sequences, 1, tokens, features] of all earlier tokens for each new one. Where
-    the executor would not believe that they are for one token, the walk is stated to be for a prompt.
+    DeepSeek expands the latent vectors [sequences, 1, tokens, features] of all earlier tokens for each new one. After a
+    walk with more of them than the executor believes to be for one token, the next one is stated to be for a prompt.
     """
 
-    __slots__ = ("_flat", "_kind", "_starts", "too_many")
+    __slots__ = ("_kind", "_large", "_sequences", "_starts")
 
-    def __init__(self, too_many: bool = False) -> None:
+    def __init__(self, before: KindTracker | None = None) -> None:
         self._starts = WalkStarts()
         self._kind = Kind.DECODE
-        self._flat = False
-        """Whether all rows of this walk were flat so far."""
-        self.too_many = too_many
-        """Whether the latest request with latent vectors had too many of them for a decode request."""
+        self._large: bool = before is not None and before._large
+        """Whether this walk has had more rows for one token than the executor believes."""
+        self._sequences: int = 1 if before is None else before._sequences
 
     def kind_of(self, key: Key, x: torch.Tensor, most: float) -> Kind:
         """Return the kind of a request with the rows x [..., i], given the largest decode request, in rows."""
+        rows = x.shape[:-1].numel()
         if self._starts.begins(key):
-            self._flat = True
-            self._kind = _PREFILL if self.too_many else _DECODE
-        elif x.ndim == 4 and x.shape[1] == 1:
-            self.too_many = x.shape[:-1].numel() > most
-            if self.too_many:
+            self._kind = _PREFILL if self._large or (x.ndim == 2 and rows > self._sequences) else _DECODE
+            self._large = False
+        if x.ndim > 2:
+            if x.shape[1:-1].numel() > 1 and not (x.ndim == 4 and x.shape[1] == 1):
+                if self._kind is _DECODE:
+                    self._starts = WalkStarts()
+                    self._starts.begins(key)
                 self._kind = _PREFILL
-        if self._flat and x.ndim > 2:
-            self._flat = False
-            if x.shape[1:-1].numel() > 1:
-                self._kind = _PREFILL
+            elif rows > most:
+                self._large = True
+            if x.ndim == 3:
+                self._sequences = len(x)
         return self._kind
 
 
@@ -79,7 +81,7 @@ class ThreadState(threading.local):
     def forget(self) -> None:
         """Drop what a walk of this thread left behind."""
         self.siblings.forget()
-        self.kinds = KindTracker(self.kinds.too_many)
+        self.kinds = KindTracker(self.kinds)
         self.kept = KeptProduct()
 
 

@@ -121,7 +121,8 @@ def most_urgent(terms: Iterable[Terms]) -> Terms:
 
 
 MOST_DECODED = 64
-"""Largest decode request of an untrusted client, in rows: one token of 64 texts. A larger one counts as fine-tuning."""
+"""Largest decode request of an untrusted client, in rows: one token of 64 texts. A larger one counts as a prompt.
+DeepSeek makes such requests: it expands the latent vectors of all earlier tokens for each new one."""
 
 
 def kind_of(terms: Terms, stated: Kind, rows: int, *, backward: bool, trusted: bool) -> Kind:
@@ -137,7 +138,7 @@ def kind_of(terms: Terms, stated: Kind, rows: int, *, backward: bool, trusted: b
     """
     kind = Kind.FINETUNE if backward else stated
     if kind is Kind.DECODE and not trusted and rows > MOST_DECODED:
-        kind = Kind.FINETUNE
+        kind = Kind.PREFILL
     if terms.kind is None:
         return kind
     return terms.kind if trusted else max(kind, terms.kind)

@@ -97,7 +97,7 @@ class CoServing(Policy):
 
     def submitted(self, request: Request) -> None:
         self._queued[request.kind].add(request)
-        begins = self._starts.begins(request)
+        begins = self._starts.begins(request, request.kind is not _FINETUNE and self.walks.is_over(request.client))
         self.own_work.submitted(request, begins)
         if request.kind is not _FINETUNE:
             self.walks.submitted(request, begins)

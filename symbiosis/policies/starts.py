@@ -18,13 +18,14 @@ class Starts:
         self._clients: dict[tuple[str, bool], tuple[Kind, WalkStarts]] = {}
         """The kind of the latest request, and the walks of this kind, by client and by whether it is fine-tuning."""
 
-    def begins(self, request: Request) -> bool:
-        """Note the next request of a client, and return whether it begins a walk."""
+    def begins(self, request: Request, over: bool = False) -> bool:
+        """Note the next request of a client, and return whether it begins a walk, as it does if the one before is known
+        to be over."""
         kind = request.kind
         client = request.client, kind is _FINETUNE
         known = self._clients.get(client)
-        if known is None or known[0] is not kind:
-            if len(self._clients) >= _MAX_CLIENTS:
-                self._clients.clear()
+        if known is None or known[0] is not kind or over:
+            if known is None and len(self._clients) >= _MAX_CLIENTS:
+                del self._clients[next(iter(self._clients))]
             known = self._clients[client] = kind, WalkStarts()
         return known[1].begins(request.key)

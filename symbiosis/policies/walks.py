@@ -112,7 +112,7 @@ class Walks:
         """Note a request of an inference client, and whether it begins a walk."""
         client, prefill = self._client(request.client, request), request.kind is _PREFILL
         walk = client.walk
-        if walk is None or walk.over or begins:
+        if walk is None or begins:
             if walk is not None:
                 self._end(client, walk, request)
             walk = client.walk = (self._begin_prompt if prefill else self._begin_token)(client, request)
@@ -124,6 +124,11 @@ class Walks:
                 self._queue = [entry for entry in self._queue if _queued(entry[2])]
                 heapq.heapify(self._queue)
                 self._most = 2 * len(self._queue) + 64
+
+    def is_over(self, client: str) -> bool:
+        """Return whether the latest walk of a client is known to have ended."""
+        known = self._clients.get(client)
+        return known is not None and known.walk is not None and known.walk.over
 
     def spent(self, client: str, seconds: float) -> None:
         """Note the time that the executor spent on a client's prompt, or on its fine-tuning."""

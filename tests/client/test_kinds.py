@@ -14,7 +14,8 @@ import torch
 import transformers
 
 import symbiosis
-from symbiosis.core.requests import Request
+from symbiosis.client.requester import KindTracker
+from symbiosis.core.requests import Key, Pass, Request
 from symbiosis.core.terms import Kind
 from symbiosis.policies import CoServing, NoLockstep
 from symbiosis.policies.starts import Starts
@@ -161,8 +162,11 @@ async def test_a_model_is_opened_in_evaluation_mode(tmp_path: Path) -> None:
             assert {kind for kind, _ in notes.taken()} == {Kind.PREFILL}
 
 
+@pytest.mark.parametrize("config", [None, lora(target_modules=["kv_b_proj"])], ids=["none", "lora"])
 @pytest.mark.parametrize(("length", "kind"), [(20, Kind.DECODE), (70, Kind.PREFILL)])
-async def test_tokens_of_another_process_that_expand_latent_vectors(length: int, kind: Kind, tmp_path: Path) -> None:
+async def test_tokens_of_another_process_that_expand_latent_vectors(
+    length: int, kind: Kind, config: Any, tmp_path: Path
+) -> None:
     """The executor does not believe that more than 64 rows are for one token, so such a token is stated to be a prompt,
     from its first request on, also in joint walks."""
     notes, model = Walks(), zoo_model("DeepseekV3ForCausalLM")
@@ -170,7 +174,11 @@ async def test_tokens_of_another_process_that_expand_latent_vectors(length: int,
     ids = torch.arange(length)[None] % 60 + 3
     async with symbiosis.Executor(model, policy=notes) as executor:
         listener = await executor.listen(f"shm://{tmp_path}/s")
-        async with symbiosis.connect(listener.address) as base, base.client() as one, base.client() as other:
+        async with (
+            symbiosis.connect(listener.address) as base,
+            base.client(config) as one,
+            base.client(config) as other,
+        ):
             options = {"input_ids": ids, "do_sample": False, "min_new_tokens": 6, "max_new_tokens": 6}
             for clients in ([one], [one], *[[one, other]] * 4):
                 before = len(notes.seen)
@@ -182,3 +190,67 @@ async def test_tokens_of_another_process_that_expand_latent_vectors(length: int,
             assert begin == [True, *[False] * (each - 1)] * 6
             assert sum(counts.get("joint", 0) for counts in base.walks().values()) >= 8
             assert {found for found, rows in notes.seen[before:] if rows == 2} == {kind}
+
+
+async def test_tokens_whose_latent_vectors_become_too_many(tmp_path: Path) -> None:
+    """Each of them counts once, but for the one in which they do."""
+    policy, model = CoServing(slo_ms=10_000, ttft_ms=60_000), zoo_model("DeepseekV3ForCausalLM")
+    model.generation_config.eos_token_id = None
+    async with symbiosis.Executor(model, policy=policy) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/s")
+        async with symbiosis.connect(listener.address) as base, base.client(name="one") as client:
+            for tokens in (4, 40):
+                before = policy.slo().get("one", (0, 0))[0]
+                ids = torch.arange(50)[None] + 3
+                await client.generate(input_ids=ids, do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens)
+            kept, missed = policy.slo()["one"]
+    assert 40 - 1 <= kept - before <= 40 + len(model.model.layers)
+    assert not missed
+
+
+async def test_many_texts_on_one_thread(tmp_path: Path) -> None:
+    """The encoder's layers are asked for in the first walk of each text only."""
+    notes, model = Walks(), zoo_model("T5ForConditionalGeneration")
+    model.generation_config.eos_token_id = None
+
+    def there(address: str) -> list[list[Kind]]:
+        found = []
+        with symbiosis.open_model(address) as opened, torch.no_grad():
+            for _ in range(3):
+                notes.seen.clear()
+                opened.generate(input_ids=IDS, do_sample=False, min_new_tokens=3, max_new_tokens=3)
+                found.append([kind for kind, _ in notes.seen])
+        return found
+
+    async with symbiosis.Executor(model, policy=notes) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/s")
+        _, second, third = await asyncio.to_thread(there, listener.address)
+    assert second == third
+    assert second == [Kind.PREFILL] * (len(second) - 26) + [Kind.DECODE] * 26  # the second and third token
+
+
+async def test_keys_that_change_between_texts(base: Any) -> None:
+    """A tenant's own biases make all layers' keys others. Each token counts once still."""
+    policy = CoServing(slo_ms=10_000, ttft_ms=60_000)
+    async with symbiosis.Executor(opt(), policy=policy) as executor, executor.client(name="one") as client:
+        for change in (False, True, False):
+            if change:
+                for name, parameter in client.model.named_parameters():
+                    if name.endswith("bias"):
+                        parameter.requires_grad_(True)
+            before = policy.slo().get("one", (0, 0))[0]
+            await client.generate(input_ids=IDS, do_sample=False, min_new_tokens=5, max_new_tokens=5)
+    assert policy.slo()["one"] == (before + 4, 0)
+
+
+def test_flat_rows_of_an_image() -> None:
+    """Qwen2-VL's layers for images have no dimension for sequences."""
+    tracker = KindTracker()
+    prompt = [(30, 8), (30, 8), (1, 9, 8), (9, 8), (1, 1, 8)]
+    token = [(1, 1, 8), (1, 8), (1, 1, 8)]
+    for _ in range(2):
+        for shapes, layers, kind in ((prompt, (0, 1, 2, 3, 4), Kind.PREFILL), (token, (2, 3, 4), Kind.DECODE)):
+            for layer, shape in zip(layers, shapes, strict=True):
+                found = tracker.kind_of(Key((layer,), Pass.FORWARD), torch.zeros(shape), 64)
+                assert found is kind
+        tracker = KindTracker(tracker)

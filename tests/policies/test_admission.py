@@ -555,7 +555,7 @@ def test_stated_kinds_of_rows(backward: bool, looks: Kind, says: Kind | None, tr
     assert kind_of(Terms(kind=says), looks, 3, backward=backward, trusted=trusted) is is_
 
 
-@pytest.mark.parametrize(("rows", "local", "is_"), [(64, False, 0), (65, False, 2), (4096, False, 2), (4096, True, 0)])
+@pytest.mark.parametrize(("rows", "local", "is_"), [(64, False, 0), (65, False, 1), (4096, False, 1), (4096, True, 0)])
 def test_decode_rows_are_believed_up_to_a_number_of_texts(rows: int, local: bool, is_: int) -> None:
     """Decode rows run first, so a prompt that is stated to be decode rows would delay all other clients."""
     assert kind_of(NO_TERMS, Kind.DECODE, rows, backward=False, trusted=local) is Kind(is_)
