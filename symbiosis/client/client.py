@@ -19,7 +19,8 @@ import torch
 from symbiosis.client.adapters import add_adapter, load_adapter, save_adapter, vocabulary_of
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
 from symbiosis.client.joint.decoder import JointDecoder, Seat
-from symbiosis.client.parameters import check_trains, explain_training
+from symbiosis.client.joint.entry import enter
+from symbiosis.client.parameters import check_trains
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
@@ -119,9 +120,9 @@ class Client:
             if device != channel.device:
                 model, apart = model.to(device), apart or "another device"
             if self._joint is None:
-                model.register_forward_hook(explain_training)
+                enter(model, self._requester)
             else:
-                self._seat = self._joint.seat(self.name, model, channel, apart)
+                self._seat = self._joint.seat(self.name, model, self._requester, channel, apart)
             if self._peft_config is not None:
                 model = await self._in_fiber(add_adapter, model, self._peft_config)
             self._model = model.eval()

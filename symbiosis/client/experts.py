@@ -94,7 +94,7 @@ class VirtExperts(VirtModule):
         if self._requester.here.rehearsing:
             y = rows.new_zeros(rows.shape[0], spec.out_features)
         else:
-            (y,) = self._requester.request(key, self._kind(key, x), (rows, *routing), spec.name)
+            (y,) = self._requester.request(key, self._kind(x), (rows, *routing), spec.name)
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             y = torch.ops.aten._unsafe_view(y, shape)
             return known(y, self._bank_gradients, (x, weights, routing[0]), saved=True)

@@ -100,7 +100,7 @@ def open_model(
         model: Any = skeleton_for(channel, requester)
         if device is not None:
             model = model.to(device)
-        enter(model, walks)
+        enter(model, requester, walks)
         opened = OpenedModel(
             model, requester, channel, lambda: tokenizer_of(transport.look(address).tokenizer, address)
         )

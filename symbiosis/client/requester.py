@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -17,7 +18,6 @@ from symbiosis.core.requests import Call, Key, Results
 from symbiosis.core.share import Resident
 from symbiosis.core.terms import MOST_DECODED, Kind
 from symbiosis.core.transport import Channel
-from symbiosis.core.walk_starts import WalkStarts
 from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
 
 
@@ -28,40 +28,51 @@ class ModelCopy:
 class KindTracker:
     """Tells decode rows from prefill rows in the forward passes of one thread, without gradients.
 
-    Several rows of one sequence belong to a prompt, whose walk begins with them, and so does the rest of this walk:
-    some models flatten sequences on the way (OPT), and the last layer is asked for a prompt's last token alone. Flat
-    rows with which a walk begins belong to a prompt, such as an image, if they are more than the sequences.
+    A call of the model says what its rows are for (:meth:`begin`). For a part of the model that is called by itself, as
+    ``generate`` calls an encoder, the rows tell: several of one sequence belong to a prompt, and flat ones to what the
+    rows before them did, or to a prompt if they are the first.
 
     DeepSeek expands the latent vectors [sequences, 1, tokens, features] of all earlier tokens for each new one. After a
     walk with more of them than the executor believes to be for one token, the next one is stated to be for a prompt.
     """
 
-    __slots__ = ("_kind", "_large", "_sequences", "_starts")
+    __slots__ = ("_call", "_decodes", "_part", "large")
 
-    def __init__(self, before: KindTracker | None = None) -> None:
-        self._starts = WalkStarts()
-        self._kind = Kind.DECODE
-        self._large: bool = before is not None and before._large
-        """Whether this walk has had more rows for one token than the executor believes."""
-        self._sequences: int = 1 if before is None else before._sequences
+    def __init__(self) -> None:
+        self._call: Kind | None = None
+        """The kind of rows of the call under way."""
+        self._decodes = False
+        """Whether this call is for one token."""
+        self._part = Kind.PREFILL
+        """The kind of the latest rows of a part that was called by itself."""
+        self.large = False
+        """Whether the latest walk had more rows for one token than the executor believes."""
 
-    def kind_of(self, key: Key, x: torch.Tensor, most: float) -> Kind:
+    def begin(self, kind: Kind | None) -> tuple[Kind | None, bool]:
+        """Note that a call of the model begins, with rows of a kind, or None if they are to tell. Return what
+        :meth:`end` needs."""
+        before = self._call, self._decodes
+        self._decodes = kind is _DECODE
+        self._call = _PREFILL if self._decodes and self.large else kind
+        if kind is not None:
+            self.large = False
+        return before
+
+    def end(self, before: tuple[Kind | None, bool]) -> None:
+        """Note that it has ended."""
+        self._call, self._decodes = before
+        self._part = _PREFILL
+
+    def kind_of(self, x: torch.Tensor, most: float) -> Kind:
         """Return the kind of a request with the rows x [..., i], given the largest decode request, in rows."""
-        rows = x.shape[:-1].numel()
-        if self._starts.begins(key):
-            self._kind = _PREFILL if self._large or (x.ndim == 2 and rows > self._sequences) else _DECODE
-            self._large = False
+        latent = x.ndim == 4 and x.shape[1] == 1
+        if self._call is not None:
+            if (self._decodes or latent) and x.shape[:-1].numel() > most:
+                self.large = True
+            return self._call
         if x.ndim > 2:
-            if x.shape[1:-1].numel() > 1 and not (x.ndim == 4 and x.shape[1] == 1):
-                if self._kind is _DECODE:
-                    self._starts = WalkStarts()
-                    self._starts.begins(key)
-                self._kind = _PREFILL
-            elif rows > most:
-                self._large = True
-            if x.ndim == 3:
-                self._sequences = len(x)
-        return self._kind
+            self._part = _PREFILL if x.shape[1:-1].numel() > 1 and not latent else _DECODE
+        return self._part
 
 
 _DECODE, _PREFILL = Kind.DECODE, Kind.PREFILL
@@ -81,7 +92,6 @@ class ThreadState(threading.local):
     def forget(self) -> None:
         """Drop what a walk of this thread left behind."""
         self.siblings.forget()
-        self.kinds = KindTracker(self.kinds)
         self.kept = KeptProduct()
 
 
@@ -132,8 +142,22 @@ class Requester:
     def forget(self) -> None:
         """Drop what a walk that has ended, or failed, left behind on any thread."""
         self.here.forget()
-        kinds, self.here = self.here.kinds, ThreadState()
-        self.here.kinds = kinds
+        large, self.here = self.here.kinds.large, ThreadState()
+        self.here.kinds.large = large
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Requester:
+        return self  # a copy of a model asks over the same channel
+
+    @contextlib.contextmanager
+    def in_call(self, kind: Kind | None) -> Iterator[None]:
+        """Note that the model is called inside the ``with`` block, with rows of this kind, or None if they are to
+        tell."""
+        kinds = self.here.kinds
+        before = kinds.begin(kind)
+        try:
+            yield
+        finally:
+            kinds.end(before)
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:

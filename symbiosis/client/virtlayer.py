@@ -111,14 +111,14 @@ class VirtLayer(nn.Module):
         rows = (x.detach() if x.requires_grad else x).reshape(-1, self.spec.in_features)
         if type(rows) is not torch.Tensor:  # a subclass would take part in batches with other tenants' rows
             rows = rows.as_subclass(torch.Tensor)
-        return self._requester.request(key, self._kind(key, x), (rows,), self.spec.name)
+        return self._requester.request(key, self._kind(x), (rows,), self.spec.name)
 
-    def _kind(self, key: Key, x: torch.Tensor) -> Kind:
+    def _kind(self, x: torch.Tensor) -> Kind:
         """Return the kind of a request with the rows x [..., i]."""
         requester = self._requester
         if torch.is_grad_enabled() or requester.finetuning or self.training:
             return Kind.FINETUNE
-        return requester.here.kinds.kind_of(key, x, requester.most_decoded)
+        return requester.here.kinds.kind_of(x, requester.most_decoded)
 
     def _backward(self, dy: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
         """Return dX for dY, [..., o] → [..., i]."""
@@ -164,13 +164,12 @@ class VirtLayer(nn.Module):
             return x.new_zeros(*x.shape[:-1], after)
         pass_ = Pass.BACKWARD if not forward else Pass.FORWARD_WITHOUT_BIAS if spec.bias else Pass.FORWARD
         key, rows = Key((spec.layer,), pass_, fp32=True), x.reshape(-1, before).as_subclass(torch.Tensor)
-        (y,) = self._requester.request(key, self._kind(key, x), (rows,), spec.name)
+        (y,) = self._requester.request(key, self._kind(x), (rows,), spec.name)
         return y.view(*x.shape[:-1], after)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtLayer:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        memo[id(self._requester)] = self._requester
         state = {name: value for name, value in self.__dict__.items() if name not in ("spec", "siblings")}
         copied.__dict__.update(copy.deepcopy(state, memo), spec=self.spec, siblings=None)
         return copied

@@ -1,17 +1,20 @@
-"""Where the walks of each client begin, as a policy sees it."""
+"""Where the walks of a client begin, by the keys of its requests.
+
+Clients do not tell, and do not always ask for layers in the order of the layer table: it lists Phi-3's ``o_proj``
+before its ``qkv_proj``, and the shared expert of Qwen2-MoE after the experts.
+"""
 
 from __future__ import annotations
 
-from symbiosis.core.requests import Request
+from symbiosis.core.requests import Key, Pass, Request
 from symbiosis.core.terms import Kind
-from symbiosis.core.walk_starts import WalkStarts
 
 _MAX_CLIENTS = 4096
 _FINETUNE = Kind.FINETUNE  # on Python 3.11 a member looked up on its class takes six times as long
 
 
 class Starts:
-    """Tells which requests begin a walk of their client; see :class:`~symbiosis.core.walk_starts.WalkStarts`. Prompts
+    """Tells which requests begin a walk of their client; see :class:`WalkStarts`. Prompts
     and tokens begin walks after each other, too. Fine-tuning, which another thread may do, has walks of its own."""
 
     def __init__(self) -> None:
@@ -29,3 +32,38 @@ class Starts:
                 del self._clients[next(iter(self._clients))]
             known = self._clients[client] = kind, WalkStarts()
         return known[1].begins(request.key)
+
+
+class WalkStarts:
+    """Tells which requests of one client begin a walk: those that the present walk has made already, and
+    those for a forward pass after a backward pass. A model that goes through a layer twice (ALBERT) has several walks
+    for one.
+
+    Requests for one layer are different if they differ in the pass, as DoRA's for the norms of a weight, in the
+    precision, or in whether they are for its siblings, too. So a walk has a limited number of requests.
+    """
+
+    __slots__ = ("_backward", "_made")
+
+    def __init__(self) -> None:
+        self._made = 0
+        """The requests of the present walk, with a bit for each that is possible."""
+        self._backward = False
+
+    def begins(self, key: Key) -> bool:
+        """Note the key of the next request, and return whether it begins a walk."""
+        backward = key.pass_.is_backward
+        bit = again = _bit(key, key.layers[0]) << (len(key.layers) > 1)
+        if len(key.layers) > 1:  # they were asked one by one before they were known to be siblings
+            again |= _bit(key, key.layers[-1])
+        if self._made & again or (self._backward and not backward):
+            self._made = 0
+        begins = not self._made
+        self._made |= bit
+        self._backward = backward
+        return begins
+
+
+def _bit(key: Key, layer: int) -> int:
+    """Return the bit for a request for one layer; the next one is for the layer with its siblings."""
+    return 1 << (((layer * len(Pass) + key.pass_) * 2 + key.fp32) * 2)

@@ -2,7 +2,7 @@
 
 One iteration of fine-tuning follows a number of iterations of inference, and neither runs during an iteration of the
 other. An iteration of inference is a batch whose oldest request of inference begins a walk
-(:mod:`symbiosis.core.walk_starts`). An iteration of fine-tuning, called its *turn*, runs each key once, which is one
+(:mod:`symbiosis.policies.starts`). An iteration of fine-tuning, called its *turn*, runs each key once, which is one
 walk forward and back (two turns where backward recomputes layers).
 """
 

@@ -2,7 +2,7 @@
 
 A *text* is what one client decodes after a prompt. Its SLO is a mean, so its nth token is due n · ``AIM`` · SLO after
 the first one. A walk, here, is that for one token or one prompt: it ends with the answer of the last layer, or where
-the next one begins (:mod:`symbiosis.core.walk_starts`).
+the next one begins (:mod:`symbiosis.policies.starts`).
 
 Let F be the seconds that the executor has spent on prompts and fine-tuning so far, and F₀ its value when the walk of a
 token began. ``due − began − usual − (F − F₀)`` is the token's *slack*, where ``usual`` is the time that the walk takes

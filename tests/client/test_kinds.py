@@ -1,4 +1,4 @@
-"""The executor derives the kind of rows from the walk: a prompt's walk is a prefill to its end, and all training is
+"""What rows are for follows from the call of the model: a prompt's walk is a prefill to its end, and all training is
 fine-tuning.
 """
 
@@ -14,13 +14,12 @@ import torch
 import transformers
 
 import symbiosis
-from symbiosis.client.requester import KindTracker
-from symbiosis.core.requests import Key, Pass, Request
+from symbiosis.core.requests import Request
 from symbiosis.core.terms import Kind
 from symbiosis.policies import CoServing, NoLockstep
 from symbiosis.policies.starts import Starts
 from symbiosis.testing import tiny_model
-from symbiosis.testing.zoo import zoo_model
+from symbiosis.testing.zoo import zoo_inputs, zoo_model
 from tests.helpers import adamw, lora
 
 IDS = torch.arange(3, 10)[None]
@@ -243,14 +242,51 @@ async def test_keys_that_change_between_texts(base: Any) -> None:
     assert policy.slo()["one"] == (before + 4, 0)
 
 
-def test_flat_rows_of_an_image() -> None:
-    """Qwen2-VL's layers for images have no dimension for sequences."""
-    tracker = KindTracker()
-    prompt = [(30, 8), (30, 8), (1, 9, 8), (9, 8), (1, 1, 8)]
-    token = [(1, 1, 8), (1, 8), (1, 1, 8)]
-    for _ in range(2):
-        for shapes, layers, kind in ((prompt, (0, 1, 2, 3, 4), Kind.PREFILL), (token, (2, 3, 4), Kind.DECODE)):
-            for layer, shape in zip(layers, shapes, strict=True):
-                found = tracker.kind_of(Key((layer,), Pass.FORWARD), torch.zeros(shape), 64)
-                assert found is kind
-        tracker = KindTracker(tracker)
+class Flat(torch.nn.Module):
+    """Layers for images that have no dimension for sequences, as those of Qwen2-VL."""
+
+    def __init__(self, tower: Any) -> None:
+        super().__init__()
+        self.tower = tower
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        rows = self.tower.encoder.layers[0].mlp.fc1
+        rows(torch.zeros(50, rows.in_features))
+        return self.tower(*args, **kwargs)
+
+
+async def test_flat_rows_of_an_image(tmp_path: Path) -> None:
+    notes, model = Notes(), zoo_model("LlavaForConditionalGeneration")
+    model.generation_config.eos_token_id = None
+    inputs = {name: value for name, value in zoo_inputs(model, "image and text", 0).items() if name != "labels"}
+    texts = len(inputs["input_ids"])
+
+    def there(address: str) -> None:
+        with symbiosis.open_model(address) as opened, torch.no_grad():
+            opened.model.vision_tower = Flat(opened.model.vision_tower)
+            for _ in range(3):
+                notes.seen.clear()
+                opened.generate(**inputs, do_sample=False, min_new_tokens=3, max_new_tokens=3)
+                assert (Kind.PREFILL, 50) in notes.seen
+                assert {kind for kind, rows in notes.seen if rows > texts} == {Kind.PREFILL}
+                assert {kind for kind, _ in notes.seen} == {Kind.PREFILL, Kind.DECODE}
+
+    async with symbiosis.Executor(model, policy=notes) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/s")
+        await asyncio.to_thread(there, listener.address)
+
+
+async def test_a_layer_that_is_asked_for_many_rows_with_each_token() -> None:
+    """As the cross-attention of Idefics, or Doge's attention over the values of all earlier tokens."""
+    notes, model = Walks(), tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    async with symbiosis.Executor(model, policy=notes) as executor, executor.client() as client:
+        layer = client.model.model.layers[0]
+        o_proj, up_proj = layer.self_attn.o_proj, layer.mlp.up_proj
+        o_proj.register_forward_hook(lambda *_: [up_proj(torch.zeros(1, 20, up_proj.in_features)), None][1])
+        for _ in range(2):
+            notes.seen.clear()
+            await client.generate(input_ids=IDS, do_sample=False, min_new_tokens=4, max_new_tokens=4)
+    kinds = [kind for kind, _ in notes.seen]
+    assert kinds == sorted(kinds, reverse=True)
+    assert kinds.count(Kind.DECODE) == 3 * len(kinds) // 4

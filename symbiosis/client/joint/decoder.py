@@ -33,6 +33,7 @@ from symbiosis.client.joint.turn import Turn
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.waiting import ClientThread, LoopWaiter
+from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
 from symbiosis.errors import ClientClosedError, ConnectionLostError, PeerError, WireError, copied
 from symbiosis.modes import modes_aside
@@ -244,17 +245,18 @@ class JointDecoder:
         self._failed = False
         """Whether no channel could be opened. A further client that joins may show that it is possible again."""
 
-    def seat(self, name: str, model: Any, channel: Channel, apart: str) -> Seat:
+    def seat(self, name: str, model: Any, requester: Requester, channel: Channel, apart: str) -> Seat:
         """Give a client's skeleton a seat.
 
         Args:
             name: the client's name.
             model: its skeleton.
+            requester: the requester of its layers.
             channel: its channel.
             apart: why it never takes part in walks, or an empty text.
         """
         seat = Seat(self, name, model, channel, apart)
-        enter(model, seat)
+        enter(model, requester, seat)
         if not apart:
             self._seats.add(seat)
             if self._failed:
@@ -354,7 +356,8 @@ class JointDecoder:
             model.seat(model.adapters(clients, cache.sizes))
             self._seated = seated
         ids, positions = torch.cat([step.ids for step in steps]), torch.cat([step.position for step in steps], -2)
-        output = model.forward(cache, ids, positions)
+        with self._requester.in_call(Kind.DECODE):
+            output = model.forward(cache, ids, positions)
         cache.keep_states()
         logits = output.logits.split_with_sizes(cache.sizes)
         return [

@@ -6,8 +6,7 @@ import pytest
 
 from symbiosis.core.requests import Key, Pass, Request
 from symbiosis.core.terms import Kind
-from symbiosis.core.walk_starts import WalkStarts
-from symbiosis.policies.starts import Starts
+from symbiosis.policies.starts import Starts, WalkStarts
 
 
 def key(step: str) -> Key:
