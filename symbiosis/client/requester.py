@@ -6,7 +6,8 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -26,55 +27,52 @@ class ModelCopy:
 
 
 class KindTracker:
-    """Tells decode rows from prefill rows in the forward passes of one thread, without gradients.
+    """Tells decode rows from prefill rows in forward passes without gradients.
 
-    A call of the model says what its rows are for (:meth:`begin`). For a part of the model that is called by itself, as
-    ``generate`` calls an encoder, the rows tell: several of one sequence belong to a prompt, and flat ones to what the
-    rows before them did, or to a prompt if they are the first.
+    A call of the model says what its rows are for (:meth:`Requester.in_call`). For a part of the model that is called
+    by itself, as ``generate`` calls an encoder, the rows tell: several of one sequence belong to a prompt, and flat
+    ones to what the rows before them did, or to a prompt if they are the first.
 
     DeepSeek expands the latent vectors [sequences, 1, tokens, features] of all earlier tokens for each new one. After a
     walk with more of them than the executor believes to be for one token, the next one is stated to be for a prompt.
     """
 
-    __slots__ = ("_call", "_decodes", "_part", "large")
+    __slots__ = ("large", "part")
 
     def __init__(self) -> None:
-        self._call: Kind | None = None
-        """The kind of rows of the call under way."""
-        self._decodes = False
-        """Whether this call is for one token."""
-        self._part = Kind.PREFILL
+        self.part = Kind.PREFILL
         """The kind of the latest rows of a part that was called by itself."""
         self.large = False
         """Whether the latest walk had more rows for one token than the executor believes."""
 
-    def begin(self, kind: Kind | None) -> tuple[Kind | None, bool]:
-        """Note that a call of the model begins, with rows of a kind, or None if they are to tell. Return what
-        :meth:`end` needs."""
-        before = self._call, self._decodes
-        self._decodes = kind is _DECODE
-        self._call = _PREFILL if self._decodes and self.large else kind
-        if kind is not None:
-            self.large = False
-        return before
+    def kind_of(self, x: torch.Tensor, most: float, call: _Call | None) -> Kind:
+        """Return the kind of a request with the rows x [..., i].
 
-    def end(self, before: tuple[Kind | None, bool]) -> None:
-        """Note that it has ended."""
-        self._call, self._decodes = before
-        self._part = _PREFILL
-
-    def kind_of(self, x: torch.Tensor, most: float) -> Kind:
-        """Return the kind of a request with the rows x [..., i], given the largest decode request, in rows."""
+        Args:
+            x: the rows.
+            most: the largest decode request that the executor believes, in rows.
+            call: the call of the model under way, or None.
+        """
         latent = x.ndim == 4 and x.shape[1] == 1
-        if self._call is not None:
-            if (self._decodes or latent) and x.shape[:-1].numel() > most:
+        if call is not None:
+            if (call.decodes or latent) and x.shape[:-1].numel() > most:
                 self.large = True
-            return self._call
+            return call.kind
         if x.ndim > 2:
-            self._part = _PREFILL if x.shape[1:-1].numel() > 1 and not latent else _DECODE
-        return self._part
+            self.part = _PREFILL if x.shape[1:-1].numel() > 1 and not latent else _DECODE
+        return self.part
 
 
+class _Call(NamedTuple):
+    """A call of a model: whose it is, the kind that is stated for its rows, and whether it is for one token."""
+
+    requester: Requester
+    kind: Kind
+    decodes: bool
+
+
+_call: ContextVar[_Call | None] = ContextVar("call", default=None)
+"""The call under way in this fiber or thread. Several may call one model at once."""
 _DECODE, _PREFILL = Kind.DECODE, Kind.PREFILL
 
 
@@ -153,11 +151,21 @@ class Requester:
         """Note that the model is called inside the ``with`` block, with rows of this kind, or None if they are to
         tell."""
         kinds = self.here.kinds
-        before = kinds.begin(kind)
+        decodes = kind is _DECODE
+        stated = _PREFILL if decodes and kinds.large else kind
+        if kind is not None:
+            kinds.large = False
+        before = _call.set(None if stated is None else _Call(self, stated, decodes))
         try:
             yield
         finally:
-            kinds.end(before)
+            _call.reset(before)
+            kinds.part = _PREFILL
+
+    def kind_of(self, x: torch.Tensor) -> Kind:
+        """Return what the rows x [..., i] of a request without gradients are for."""
+        call = _call.get()
+        return self.here.kinds.kind_of(x, self.most_decoded, call if call and call.requester is self else None)
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:

@@ -118,7 +118,7 @@ class VirtLayer(nn.Module):
         requester = self._requester
         if torch.is_grad_enabled() or requester.finetuning or self.training:
             return Kind.FINETUNE
-        return requester.here.kinds.kind_of(x, requester.most_decoded)
+        return requester.kind_of(x)
 
     def _backward(self, dy: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
         """Return dX for dY, [..., o] → [..., i]."""

@@ -5,6 +5,7 @@ fine-tuning.
 from __future__ import annotations
 
 import asyncio
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import transformers
 import symbiosis
 from symbiosis.core.requests import Request
 from symbiosis.core.terms import Kind
+from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, NoLockstep
 from symbiosis.policies.starts import Starts
 from symbiosis.testing import tiny_model
@@ -290,3 +292,47 @@ async def test_a_layer_that_is_asked_for_many_rows_with_each_token() -> None:
     kinds = [kind for kind, _ in notes.seen]
     assert kinds == sorted(kinds, reverse=True)
     assert kinds.count(Kind.DECODE) == 3 * len(kinds) // 4
+
+
+async def test_prefix_tuning_of_an_encoder_decoder_model() -> None:
+    """The virtual tokens are in the cache before the first token is."""
+    notes, model = Walks(), zoo_model("T5ForConditionalGeneration")
+    model.generation_config.eos_token_id = None
+    config = peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3)
+    async with symbiosis.Executor(model, policy=notes) as executor, executor.client(config) as client:
+        for _ in range(2):
+            notes.seen.clear()
+            notes.begin.clear()
+            await client.generate(input_ids=IDS, do_sample=False, min_new_tokens=4, max_new_tokens=4)
+    kinds = [kind for kind, _ in notes.seen]
+    assert kinds == sorted(kinds, reverse=True)
+    assert sum(notes.begin) == 4
+
+
+@pytest.mark.parametrize("joint", ["auto", "off"])
+async def test_copies_of_a_clients_model(joint: str) -> None:
+    notes, model = Notes(), tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    options = {"do_sample": False, "min_new_tokens": 4, "max_new_tokens": 4, "logits_to_keep": 1}
+    async with symbiosis.Executor(model, policy=notes, joint=joint) as executor, executor.client() as client:
+        await client.generate(input_ids=IDS, **options)
+        for copied in (copy.deepcopy(client.model), copy.copy(client.model)):
+            notes.seen.clear()
+            await client.run(copied.generate, input_ids=IDS, **options)
+            kinds = [kind for kind, _ in notes.seen]
+            assert kinds == sorted(kinds, reverse=True)
+            assert kinds.count(Kind.PREFILL) in (9, 15), "one walk, in which siblings may be found"
+            output = await client.run(copied.train(), input_ids=IDS, labels=IDS)
+            with pytest.raises(UsageError, match="train"):
+                output.loss.backward()
+
+
+async def test_fibers_of_two_clients_in_one_model() -> None:
+    """One decodes with its model while the other reads a prompt with it."""
+    notes, model = Notes(), tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    async with symbiosis.Executor(model, policy=notes) as executor, executor.client() as one, executor.client() as two:
+        options = {"input_ids": IDS[:, :3], "do_sample": False, "min_new_tokens": 20, "max_new_tokens": 20}
+        await asyncio.gather(one.generate(**options), *(two.run(torch.no_grad()(one.model), IDS) for _ in range(3)))
+    assert {kind for kind, rows in notes.seen if rows == IDS.shape[1]} == {Kind.PREFILL}
+    assert [kind for kind, rows in notes.seen if rows == 1].count(Kind.DECODE) >= 19 * 9

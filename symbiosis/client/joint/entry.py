@@ -21,7 +21,7 @@ from symbiosis.modes import in_modes
 _SEAT, _REQUESTER = "_symbiosis_seat", "_symbiosis_requester"
 """Attributes of a client's model."""
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
-_CACHES = ("past_key_values", "cache_params", "state")
+_CACHES = ("past_key_values", "cache_params", "state", "past_buckets_states", "mems")
 _USED = {"input_ids", "past_key_values", "position_ids", "attention_mask"}
 
 
@@ -58,17 +58,19 @@ def _with_seat(cls: type[Any]) -> type[Any]:
         return explain_training(self, args, output)  # not as a forward hook, with which the model would walk alone
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """Copy the model as one of its own class, which has no seat, unless copies have the same seat."""
+        """Copy the model as one that has no seat, unless copies have the same seat."""
         seat = self.__dict__.get(_SEAT)
-        kept = seat if seat is not None and seat.for_copies else None
-        return _new, (cls, kept), *super(cls, self).__reduce_ex__(protocol)[2:]
+        state, *more = super(cls, self).__reduce_ex__(protocol)[2:]
+        if seat is not None and not seat.for_copies:
+            state = {name: value for name, value in state.items() if name != _SEAT}
+        return _new, (cls,), state, *more
 
     members = {"forward": forward, "__reduce_ex__": reduce}
     return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def _new(cls: Any, seat: Any) -> Any:
-    return cls.__new__(cls if seat is None else _with_seat(cls))
+def _new(cls: Any) -> Any:
+    return cls.__new__(_with_seat(cls))
 
 
 def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind | None:
@@ -78,6 +80,8 @@ def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind | None:
     if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
         return None
     cache = next((given for name in _CACHES if (given := kwargs.get(name)) is not None), None)
+    if kwargs.get("encoder_outputs") is not None:  # the first call for a text fills this part
+        cache = getattr(cache, "cross_attention_cache", cache)
     return Kind.DECODE if tokens.shape[1] == 1 and cache is not None and not _is_empty(cache) else Kind.PREFILL
 
 
