@@ -60,17 +60,19 @@ def _with_seat(cls: type[Any]) -> type[Any]:
     def reduce(self: Any, protocol: Any) -> Any:
         """Copy the model as one that has no seat, unless copies have the same seat."""
         seat = self.__dict__.get(_SEAT)
+        kept = seat if seat is not None and seat.for_copies else None
         state, *more = super(cls, self).__reduce_ex__(protocol)[2:]
-        if seat is not None and not seat.for_copies:
-            state = {name: value for name, value in state.items() if name != _SEAT}
-        return _new, (cls,), state, *more
+        return _new, (cls, kept), {name: value for name, value in state.items() if name != _SEAT}, *more
 
     members = {"forward": forward, "__reduce_ex__": reduce}
     return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def _new(cls: Any) -> Any:
-    return cls.__new__(_with_seat(cls))
+def _new(cls: Any, seat: Any) -> Any:
+    new = cls.__new__(_with_seat(cls))
+    if seat is not None:
+        new.__dict__[_SEAT] = seat
+    return new
 
 
 def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind | None:
