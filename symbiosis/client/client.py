@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from symbiosis.client.adapters import add_adapter, load_adapter, save_adapter, vocabulary_of
+from symbiosis.client.calls import enter
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
 from symbiosis.client.joint.decoder import JointDecoder, Seat
-from symbiosis.client.joint.entry import enter
 from symbiosis.client.parameters import check_trains
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
@@ -120,9 +120,9 @@ class Client:
             if device != channel.device:
                 model, apart = model.to(device), apart or "another device"
             if self._joint is None:
-                enter(model, self._requester)
+                enter(model, self._requester.kinds)
             else:
-                self._seat = self._joint.seat(self.name, model, self._requester, channel, apart)
+                self._seat = self._joint.seat(self.name, model, self._requester.kinds, channel, apart)
             if self._peft_config is not None:
                 model = await self._in_fiber(add_adapter, model, self._peft_config)
             self._model = model.eval()

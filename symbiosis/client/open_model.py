@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from symbiosis.client.calls import enter
 from symbiosis.client.connect import new_name, tokenizer_of
-from symbiosis.client.joint.entry import enter
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
@@ -100,7 +100,7 @@ def open_model(
         model: Any = skeleton_for(channel, requester)
         if device is not None:
             model = model.to(device)
-        enter(model, requester, walks)
+        enter(model, requester.kinds, walks)
         opened = OpenedModel(
             model, requester, channel, lambda: tokenizer_of(transport.look(address).tokenizer, address)
         )

@@ -6,12 +6,11 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
-from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
+from symbiosis.client.kinds import Kinds
 from symbiosis.client.placeholders import KeptProduct
 from symbiosis.client.siblings import SiblingState
 from symbiosis.client.waiting import Waiter, wait_blocking
@@ -26,56 +25,6 @@ class ModelCopy:
     """Identifies the copy of a client's model that a layer belongs to: ``copy.deepcopy`` copies it with the layers."""
 
 
-class KindTracker:
-    """Tells decode rows from prefill rows in forward passes without gradients.
-
-    A call of the model says what its rows are for (:meth:`Requester.in_call`). For a part of the model that is called
-    by itself, as ``generate`` calls an encoder, the rows tell: several of one sequence belong to a prompt, and flat
-    ones to what the rows before them did, or to a prompt if they are the first.
-
-    DeepSeek expands the latent vectors [sequences, 1, tokens, features] of all earlier tokens for each new one. After a
-    walk with more of them than the executor believes to be for one token, the next one is stated to be for a prompt.
-    """
-
-    __slots__ = ("large", "part")
-
-    def __init__(self) -> None:
-        self.part = Kind.PREFILL
-        """The kind of the latest rows of a part that was called by itself."""
-        self.large = False
-        """Whether the latest walk had more rows for one token than the executor believes."""
-
-    def kind_of(self, x: torch.Tensor, most: float, call: _Call | None) -> Kind:
-        """Return the kind of a request with the rows x [..., i].
-
-        Args:
-            x: the rows.
-            most: the largest decode request that the executor believes, in rows.
-            call: the call of the model under way, or None.
-        """
-        latent = x.ndim == 4 and x.shape[1] == 1
-        if call is not None:
-            if (call.decodes or latent) and x.shape[:-1].numel() > most:
-                self.large = True
-            return call.kind
-        if x.ndim > 2:
-            self.part = _PREFILL if x.shape[1:-1].numel() > 1 and not latent else _DECODE
-        return self.part
-
-
-class _Call(NamedTuple):
-    """A call of a model: whose it is, the kind that is stated for its rows, and whether it is for one token."""
-
-    requester: Requester
-    kind: Kind
-    decodes: bool
-
-
-_call: ContextVar[_Call | None] = ContextVar("call", default=None)
-"""The call under way in this fiber or thread. Several may call one model at once."""
-_DECODE, _PREFILL = Kind.DECODE, Kind.PREFILL
-
-
 class ThreadState(threading.local):
     """What is remembered for each thread that walks the model."""
 
@@ -83,7 +32,6 @@ class ThreadState(threading.local):
     """Whether requests of this thread are answered with zeros, and not sent."""
 
     def __init__(self) -> None:
-        self.kinds = KindTracker()
         self.siblings = SiblingState()
         self.kept = KeptProduct()
 
@@ -102,6 +50,7 @@ class Requester:
 
     Attributes:
         model: the model, of layers that are not copies.
+        kinds: what rows are for.
         quantization: what has quantized the base layers, see :func:`~symbiosis.core.share.quantization_of`.
         here: what is remembered for the calling thread.
     """
@@ -109,11 +58,10 @@ class Requester:
     def __init__(self, *, masked: bool = False, before_backward: Callable[[], None] | None = None) -> None:
         self.masked = masked
         self.model = ModelCopy()
+        self.kinds = Kinds()
         self.quantization: str | None = None
         self.before_backward = before_backward or (lambda: None)
         self.finetuning = False
-        self.most_decoded = math.inf
-        """Largest request, in rows, that the executor believes to be for one token of each of several texts."""
         self.joint: Mapping[str, float] | None = None
         """In a joint walk, the part of the rows that each client has; None in a client's own model."""
         self._channel: Channel | None = None
@@ -124,7 +72,7 @@ class Requester:
     def open(self, channel: Channel, waiter: Waiter | None = None) -> None:
         """Send over this channel from now on. By default every thread that sends blocks."""
         self._channel = channel
-        self.most_decoded = math.inf if isinstance(channel.share, Resident) else MOST_DECODED
+        self.kinds.most = math.inf if isinstance(channel.share, Resident) else MOST_DECODED
         if waiter is not None:
             self._wait = waiter
 
@@ -140,32 +88,8 @@ class Requester:
     def forget(self) -> None:
         """Drop what a walk that has ended, or failed, left behind on any thread."""
         self.here.forget()
-        large, self.here = self.here.kinds.large, ThreadState()
-        self.here.kinds.large = large
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Requester:
-        return self  # a copy of a model asks over the same channel
-
-    @contextlib.contextmanager
-    def in_call(self, kind: Kind | None) -> Iterator[None]:
-        """Note that the model is called inside the ``with`` block, with rows of this kind, or None if they are to
-        tell."""
-        kinds = self.here.kinds
-        decodes = kind is _DECODE
-        stated = _PREFILL if decodes and kinds.large else kind
-        if kind is not None:
-            kinds.large = False
-        before = _call.set(None if stated is None else _Call(self, stated, decodes))
-        try:
-            yield
-        finally:
-            _call.reset(before)
-            kinds.part = _PREFILL
-
-    def kind_of(self, x: torch.Tensor) -> Kind:
-        """Return what the rows x [..., i] of a request without gradients are for."""
-        call = _call.get()
-        return self.here.kinds.kind_of(x, self.most_decoded, call if call and call.requester is self else None)
+        self.kinds.forget()
+        self.here = ThreadState()
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:

@@ -118,7 +118,7 @@ class VirtLayer(nn.Module):
         requester = self._requester
         if torch.is_grad_enabled() or requester.finetuning or self.training:
             return Kind.FINETUNE
-        return requester.kind_of(x)
+        return requester.kinds.kind_of(x)
 
     def _backward(self, dy: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
         """Return dX for dY, [..., o] → [..., i]."""
@@ -170,6 +170,7 @@ class VirtLayer(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtLayer:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
+        memo[id(self._requester)] = self._requester
         state = {name: value for name, value in self.__dict__.items() if name not in ("spec", "siblings")}
         copied.__dict__.update(copy.deepcopy(state, memo), spec=self.spec, siblings=None)
         return copied

@@ -10,12 +10,14 @@ from symbiosis.core.requests import Key, Pass, Request
 from symbiosis.core.terms import Kind
 
 _MAX_CLIENTS = 4096
+_BITS = 4 * len(Pass)
+"""Possible requests for one layer."""
 _FINETUNE = Kind.FINETUNE  # on Python 3.11 a member looked up on its class takes six times as long
 
 
 class Starts:
-    """Tells which requests begin a walk of their client; see :class:`WalkStarts`. Prompts
-    and tokens begin walks after each other, too. Fine-tuning, which another thread may do, has walks of its own."""
+    """Tells which requests begin a walk of their client; see :class:`WalkStarts`. A prompt after a token begins a walk,
+    and so does a token after a prompt. Fine-tuning, which another thread may do, has walks of its own."""
 
     def __init__(self) -> None:
         self._clients: dict[tuple[str, bool], tuple[Kind, WalkStarts]] = {}
@@ -35,9 +37,8 @@ class Starts:
 
 
 class WalkStarts:
-    """Tells which requests of one client begin a walk: those that the present walk has made already, and
-    those for a forward pass after a backward pass. A model that goes through a layer twice (ALBERT) has several walks
-    for one.
+    """Tells which requests of one client begin a walk: those that the present walk has made already, and those for a
+    forward pass after a backward pass. A model that goes through a layer twice (ALBERT) has several walks for one.
 
     Requests for one layer are different if they differ in the pass, as DoRA's for the norms of a weight, in the
     precision, or in whether they are for its siblings, too. So a walk has a limited number of requests.
@@ -52,18 +53,17 @@ class WalkStarts:
 
     def begins(self, key: Key) -> bool:
         """Note the key of the next request, and return whether it begins a walk."""
-        backward = key.pass_.is_backward
-        bit = again = _bit(key, key.layers[0]) << (len(key.layers) > 1)
-        if len(key.layers) > 1:  # they were asked one by one before they were known to be siblings
-            again |= _bit(key, key.layers[-1])
+        layers, pass_, fp32, _ = key
+        backward = pass_.is_backward
+        kind = 4 * pass_ + 2 * fp32
+        if len(layers) == 1:
+            bit = again = 1 << (_BITS * layers[0] + kind)
+        else:  # they were asked one by one before they were known to be siblings
+            bit = 1 << (_BITS * layers[0] + kind + 1)
+            again = bit | 1 << (_BITS * layers[-1] + kind)
         if self._made & again or (self._backward and not backward):
             self._made = 0
         begins = not self._made
         self._made |= bit
         self._backward = backward
         return begins
-
-
-def _bit(key: Key, layer: int) -> int:
-    """Return the bit for a request for one layer; the next one is for the layer with its siblings."""
-    return 1 << (((layer * len(Pass) + key.pass_) * 2 + key.fp32) * 2)

@@ -20,16 +20,18 @@ from typing import Any
 
 import torch
 
+from symbiosis.client.calls import enter, leave
 from symbiosis.client.fibers import RandomStream, current_fiber, run_apart
 from symbiosis.client.joint import Here
 from symbiosis.client.joint.attention import JointCache, JointError, structure
 from symbiosis.client.joint.captured import CapturedWalks, Step
 from symbiosis.client.joint.captured_walk import can_capture
-from symbiosis.client.joint.entry import Inputs, enter, leave, one_token, why_alone
+from symbiosis.client.joint.entry import Inputs, one_token, why_alone
 from symbiosis.client.joint.model import JointModel
 from symbiosis.client.joint.reading import Reading
 from symbiosis.client.joint.stacks import Slot, Stacks
 from symbiosis.client.joint.turn import Turn
+from symbiosis.client.kinds import Kinds
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.waiting import ClientThread, LoopWaiter
@@ -245,18 +247,18 @@ class JointDecoder:
         self._failed = False
         """Whether no channel could be opened. A further client that joins may show that it is possible again."""
 
-    def seat(self, name: str, model: Any, requester: Requester, channel: Channel, apart: str) -> Seat:
+    def seat(self, name: str, model: Any, kinds: Kinds, channel: Channel, apart: str) -> Seat:
         """Give a client's skeleton a seat.
 
         Args:
             name: the client's name.
             model: its skeleton.
-            requester: the requester of its layers.
+            kinds: the kinds of its rows.
             channel: its channel.
             apart: why it never takes part in walks, or an empty text.
         """
         seat = Seat(self, name, model, channel, apart)
-        enter(model, requester, seat)
+        enter(model, kinds, seat)
         if not apart:
             self._seats.add(seat)
             if self._failed:
@@ -356,7 +358,7 @@ class JointDecoder:
             model.seat(model.adapters(clients, cache.sizes))
             self._seated = seated
         ids, positions = torch.cat([step.ids for step in steps]), torch.cat([step.position for step in steps], -2)
-        with self._requester.in_call(Kind.DECODE):
+        with self._requester.kinds.in_call(Kind.DECODE):
             output = model.forward(cache, ids, positions)
         cache.keep_states()
         logits = output.logits.split_with_sizes(cache.sizes)
