@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from symbiosis.client.requester import Requester
-from symbiosis.client.virtlayer import VirtModule, is_missing, known, uncompiled, virtualize
+from symbiosis.client.virtlayer import is_missing, known, uncompiled
+from symbiosis.client.virtmodule import VirtModule, virtualize
 from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import PlaceholderError, PrivacyError, RequestError

@@ -24,7 +24,8 @@ from symbiosis.client.experts import may_be_bank, virtualize_experts
 from symbiosis.client.offline import without_hub
 from symbiosis.client.parameters import SharedParameter, shared_parameter
 from symbiosis.client.requester import Requester
-from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear, is_missing, virtualize
+from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear, is_missing
+from symbiosis.client.virtmodule import virtualize
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import MAX_MODEL_NAME, Resident, Share, dtype_named, is_model_name, layers_of, quantization_in
 from symbiosis.core.transport import Channel

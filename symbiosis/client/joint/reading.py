@@ -8,16 +8,14 @@ replaced ``forward``, are compared at the first token of each operation.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
-from peft.tuners.ia3 import layer as ia3
 from peft.tuners.lora import layer as lora
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -33,17 +31,23 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
-from symbiosis.client.experts import VirtExperts
-from symbiosis.client.joint.adapters import in_place_of_base
 from symbiosis.client.joint.stacks import parameters_of
+from symbiosis.client.joint.tuners import (
+    WalksAloneError,
+    can_be_adapted,
+    has_own_forward,
+    is_replaced,
+    known_adapter,
+    try_layer,
+)
 from symbiosis.client.parameters import SharedParameter, times_owned, values_of
-from symbiosis.client.virtlayer import VirtLayer, VirtModule
+from symbiosis.client.virtlayer import VirtLayer
+from symbiosis.client.virtmodule import VirtModule
 
 _UNLIKE = {"training", "may_have_siblings", "_output_capturing_hooks_installed"}
 """Attributes that may differ between a client's skeleton and the joint one."""
 _SENSES = {"pixel_values", "pixel_values_videos", "input_features", "input_values"}
 """What models of images, videos and sound read. Inside another model, they take no part in a walk for a token."""
-_KINDS = (lora.Linear, lora.Embedding, ia3.Linear)
 Settings = tuple[dict[str, Any], list[str | None]]
 """A configuration, as :func:`settings_of` gives it."""
 
@@ -92,15 +96,15 @@ class Reading:
         """Whether the reason, such as training mode, can end without a change that :meth:`is_current` detects."""
         try:
             if settings_of(model.config) != settings:
-                raise _WalksAloneError("a configuration of its own")
+                raise WalksAloneError("a configuration of its own")
             self._read(model, reference, "")
             self._check_state()
             for layer, base in self._untried:
-                _try(layer, base)
-        except _WalksAloneError as error:
+                try_layer(layer, base)
+        except WalksAloneError as error:
             self.reason = str(error)
         self._configs = [(vars(config), dict(vars(config))) for config in _with_nested(model.config)]
-        self._replaced = list(map(_has_own_forward, self._states))
+        self._replaced = list(map(has_own_forward, self._states))
         self._objects = list(chain.from_iterable(map(_values, self._contents)))
         self._ids = list(map(id, self._objects))
         self._versions = [buffer._version for buffer in self._buffers]
@@ -155,7 +159,7 @@ class Reading:
             return False
         if self._is_hooked() or any(map(_training, self._states)) or None in map(_fetch, self._shared):
             return False
-        if list(map(_has_own_forward, self._states)) != self._replaced:
+        if list(map(has_own_forward, self._states)) != self._replaced:
             return False
         return all(_attributes(module) == _attributes(other) for module, other in self._pairs)
 
@@ -176,11 +180,11 @@ class Reading:
         self._watch(module)
         self._pairs.append((module, reference))
         if name and not _alike(type(module), type(reference)):
-            raise _WalksAloneError(f"{type(module).__name__} in place of {type(reference).__name__} at {name}")
+            raise WalksAloneError(f"{type(module).__name__} in place of {type(reference).__name__} at {name}")
         if module._modules.keys() != reference._modules.keys():
-            raise _WalksAloneError(f"other modules in {name or type(module).__name__}")
+            raise WalksAloneError(f"other modules in {name or type(module).__name__}")
         if _attributes(module) != _attributes(reference):
-            raise _WalksAloneError(f"other attributes of {name or type(module).__name__}")
+            raise WalksAloneError(f"other attributes of {name or type(module).__name__}")
         self._read_parameters(name, module, reference)
         before = len(self.adapted)
         for leaf, child in module._modules.items():
@@ -188,7 +192,7 @@ class Reading:
             if child is not None and other is not None and not self._is_a_sense(other):
                 self._read(child, other, f"{name}.{leaf}" if name else leaf)
         if isinstance(module, VirtModule) and len(self.adapted) > before:
-            raise _WalksAloneError(f"an adapter inside {name}, which is served whole")
+            raise WalksAloneError(f"an adapter inside {name}, which is served whole")
 
     def _is_a_sense(self, module: nn.Module) -> bool:
         """Return whether a module of the skeleton reads images, videos or sound, and no text."""
@@ -209,9 +213,9 @@ class Reading:
         self._hooks += [global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks]
         self._passing = True
         if self._is_hooked():
-            raise _WalksAloneError("forward hooks")
+            raise WalksAloneError("forward hooks")
         if any(map(_training, self._states)):
-            raise _WalksAloneError("training mode")
+            raise WalksAloneError("training mode")
         self._passing = False
 
     def _is_hooked(self) -> bool:
@@ -219,35 +223,35 @@ class Reading:
 
     def _read_parameters(self, name: str, module: nn.Module, other: nn.Module) -> None:
         if _given(module) != _given(other):
-            raise _WalksAloneError(f"other parameters of {name}")
+            raise WalksAloneError(f"other parameters of {name}")
         for leaf, parameter in module._parameters.items():
             if parameter is None:
                 continue
             shared = other._parameters.get(leaf)
             if not isinstance(parameter, SharedParameter) or parameter.own or shared is None:
-                raise _WalksAloneError(f"a {leaf} of its own at {name}")
+                raise WalksAloneError(f"a {leaf} of its own at {name}")
             if not parameter.is_placeholder and values_of(parameter).data_ptr() != values_of(shared).data_ptr():
-                raise _WalksAloneError(f"a {leaf} of its own at {name}")
+                raise WalksAloneError(f"a {leaf} of its own at {name}")
             self._shared.append(parameter)
         for leaf, buffer in module._buffers.items():
             theirs = other._buffers.get(leaf)
             if buffer is not None and (theirs is None or not torch.equal(buffer, theirs)):
-                raise _WalksAloneError(f"a {leaf} of its own at {name}")
+                raise WalksAloneError(f"a {leaf} of its own at {name}")
             if buffer is not None:
                 self._buffers.append(buffer)
 
     def _read_tuner(self, name: str, layer: Any) -> None:
         self._tuners.append((layer, layer._disable_adapters, layer._active_adapter))
         if layer.merged_adapters:
-            raise _WalksAloneError("a merged adapter")
+            raise WalksAloneError("a merged adapter")
         if name in self.adapted:  # the code of an adapter around this one runs it
             return
-        if layer.disable_adapters and not _is_replaced(layer):
+        if layer.disable_adapters and not is_replaced(layer):
             return
         base = layer.get_base_layer()
-        if not _can_be_adapted(base):
-            raise _WalksAloneError(f"an adapter on {type(base).__name__}, which is no base layer")
-        adapter = _known(layer)
+        if not can_be_adapted(base):
+            raise WalksAloneError(f"an adapter on {type(base).__name__}, which is no base layer")
+        adapter = known_adapter(layer)
         if adapter is None:
             return
         if not adapter:
@@ -269,11 +273,11 @@ class Reading:
     def _read_wrapper(self, name: str, wrapper: Any) -> None:
         """Note a module around another one, of which the client trains a copy, or the embeddings of some tokens."""
         base = wrapper.original_module
-        if not _can_be_adapted(base):
-            raise _WalksAloneError(f"a {type(base).__name__} of its own at {name}")
+        if not can_be_adapted(base):
+            raise WalksAloneError(f"a {type(base).__name__} of its own at {name}")
         others: list[Any] = [part for part in wrapper.modules() if isinstance(part, VirtLayer) and part is not base]
         if any(part._own_weight() is None for part in others):
-            raise _WalksAloneError(f"a copy of {name} without values")
+            raise WalksAloneError(f"a copy of {name} without values")
         self.runs_own_code = True
         self._untried.append((wrapper, base))
         self.adapted[name] = wrapper, ""
@@ -314,10 +318,6 @@ def _changes() -> tuple[int, int, int]:
     return _Registrations.count, RemovableHandle.next_id, times_owned()
 
 
-class _WalksAloneError(Exception):
-    """A client's model is not one that can be walked jointly; the text says what it has."""
-
-
 def _place(place: tuple[dict[str, Any], str]) -> tuple[Any, ...]:
     """Return which parameter this is and where it lies."""
     parameter = place[0].get(place[1])
@@ -349,104 +349,6 @@ def _has_effect(hooks: Mapping[int, Any]) -> bool:
 def _alike(one: type[Any], reference: type[Any]) -> bool:
     """Return whether a module's class is the skeleton's, which the joint model extends."""
     return issubclass(reference, one) or (issubclass(one, VirtModule) and one.__bases__ == reference.__bases__)
-
-
-def _can_be_adapted(module: nn.Module) -> bool:
-    """Return whether the joint model can run a client's own code in place of a module."""
-    if isinstance(module, nn.Embedding):  # some for positions get several tensors
-        return len(inspect.signature(type(module).forward).parameters) == 2
-    return isinstance(module, VirtLayer) and not isinstance(module, (VirtModule, VirtExperts))
-
-
-def _known(layer: Any) -> str | None:
-    """Return the active adapter of a tuner layer if what it does to a row is known; None if there is no such adapter,
-    and an empty text if the layer's own code must run."""
-    if type(layer) not in _KINDS or isinstance(layer.base_layer, BaseTunerLayer):
-        return ""
-    if _is_replaced(layer):
-        return ""
-    active = [adapter for adapter in layer.active_adapters if adapter in _parts(layer)]
-    if not active:
-        return None
-    (adapter, *more) = active
-    if more or (not isinstance(layer, ia3.Linear) and adapter in layer.lora_variant):
-        return ""
-    if isinstance(layer, lora.Linear):
-        parts: list[Any] = [layer.lora_A[adapter], layer.lora_B[adapter]]
-        if any(type(part) is not nn.Linear or part.bias is not None for part in parts):
-            return ""
-        if type(layer.lora_dropout[adapter]) not in (nn.Identity, nn.Dropout):
-            return ""
-        a, b = parameters_of(layer, adapter)
-        if a.dtype is not b.dtype or a.device != b.device or a.shape[:1] != b.shape[1:]:
-            return ""
-    return adapter if getattr(layer, "cast_input_dtype_enabled", True) else ""
-
-
-def _try(layer: Any, base: Any) -> None:
-    """Run a tuner layer on a row of zeros, with zeros as what its base layer gives. An embedding gets token 0.
-
-    Raises:
-        _WalksAloneError: its code needs more than what the base layer gives for one matrix of rows, draws random
-            numbers, which would not be the client's, or gives other results than rows like the base layer's.
-    """
-    calls, device = [], base.weight.device
-    if isinstance(base, nn.Embedding):
-        row, wanted = torch.zeros(1, 1, dtype=torch.long, device=device), None
-    else:
-        row = torch.zeros(1, 1, base.spec.in_features, dtype=base.spec.dtype, device=device)
-        wanted = torch.zeros(1, 1, base.spec.out_features, dtype=base.spec.dtype, device=device)
-
-    def stand_in(x: torch.Tensor) -> torch.Tensor:
-        calls.append((base._own_weight() is None, x.shape == row.shape and x.dtype is row.dtype))
-        return x.new_zeros(*x.shape[:-1], base.spec.out_features)
-
-    def refuse(*_: object) -> NoReturn:
-        raise RuntimeError("a product with the weights of its base layer")
-
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
-    states = [generator.get_state() for generator in generators]
-    try:
-        if wanted is None:
-            wanted, found = base(row), layer(row)
-        else:
-            with base._requester.rehearsing(), in_place_of_base(layer, stand_in, multiply=refuse):
-                found = layer(row)
-        drawn = not all(map(torch.equal, [generator.get_state() for generator in generators], states))
-    except Exception as error:
-        raise _WalksAloneError(f"an adapter that needs more than what its base layer gives ({_kind(layer)})") from error
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-    if drawn:
-        raise _WalksAloneError(f"an adapter that draws random numbers ({_kind(layer)})")
-    if calls and not calls[0][0]:
-        raise _WalksAloneError(f"an adapter that changes its base layer ({_kind(layer)})")
-    if calls not in ([], [(True, True)]):
-        raise _WalksAloneError(f"an adapter that calls its base layer twice, or with other rows ({_kind(layer)})")
-    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-        raise _WalksAloneError(f"an adapter whose results have another shape or dtype ({_kind(layer)})")
-
-
-def _kind(layer: Any) -> str:
-    return f"{type(layer).__module__.split('.')[-2]} {type(layer).__name__}"
-
-
-def _is_replaced(layer: Any) -> bool:
-    """Return whether a tuner layer, or a part of it, has a ``forward`` of the tenant's own."""
-    return any(_has_own_forward(vars(part)) for part in layer.modules() if part is not layer.get_base_layer())
-
-
-def _has_own_forward(state: Mapping[str, Any]) -> bool:
-    return "forward" in state
-
-
-def _parts(layer: Any) -> Any:
-    if isinstance(layer, lora.Embedding):
-        return layer.lora_embedding_A
-    return layer.lora_A if isinstance(layer, lora.Linear) else layer.ia3_l
 
 
 _values: Callable[[dict[str, Any]], Any] = dict.values
