@@ -252,8 +252,8 @@ class BlockingChannel(SynchronousChannel):
         conversation.check_open()  # another thread may have closed the channel
 
     def close(self) -> None:
-        """Leave. A call in progress on another thread ends with ClientClosedError; one that joins an executor again does
-        so once its attempt has ended."""
+        """Leave. A call in progress on another thread ends with ClientClosedError. A call that is joining an executor
+        again ends once this attempt has ended."""
         rejoins = self._conversation.state is State.REJOINING
         self._conversation.end(self._closed())
         if rejoins:  # the old connection is closed, and the thread that opens another one closes it
