@@ -22,7 +22,7 @@ from symbiosis.core.requests import Batch, Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.policies import NoLockstep
 from symbiosis.testing import ARCHITECTURES, Comparison, Job, compare, run_job, run_job_plain, tiny_model
-from tests.client.test_joint import TARGETS, check_each_tenant, model_of
+from tests.client.joint.common import TARGETS, check_each_tenant, model_of
 from tests.helpers import BATCH, IDS, METHODS, adamw, ia3, in_thread, lora
 from tests.service import Service, free_port, save_model
 

@@ -10,7 +10,7 @@ import io
 import torch
 
 from symbiosis import Executor
-from tests.client.test_joint import OPTIONS, assert_equal, generate, model_of, plain, ready, some_clients, text
+from tests.client.joint.common import OPTIONS, assert_equal, generate, model_of, plain, ready, some_clients, text
 from tests.helpers import lora
 
 

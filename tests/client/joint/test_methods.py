@@ -20,7 +20,7 @@ from symbiosis.core.requests import Request
 from symbiosis.policies import Opportunistic
 from symbiosis.testing import tiny_model
 from symbiosis.testing.zoo import zoo_model
-from tests.client.test_joint import OPTIONS, InNextWalk, assert_equal, generate, model_of, plain, ready, text, texts
+from tests.client.joint.common import OPTIONS, InNextWalk, assert_equal, generate, model_of, plain, ready, text, texts
 from tests.client.test_methods import AGREE, CLOSE, TASK, config
 from tests.helpers import LOGITS, lora
 

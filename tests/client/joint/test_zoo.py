@@ -12,7 +12,7 @@ import torch
 
 from symbiosis import Client, Executor
 from symbiosis.testing.zoo import ZOO, zoo_inputs, zoo_model
-from tests.client.test_joint import OPTIONS, assert_equal, plain, texts
+from tests.client.joint.common import OPTIONS, assert_equal, plain, texts
 from tests.helpers import LOGITS, lora
 
 OWN_CODE = "its model has attention code of its own"

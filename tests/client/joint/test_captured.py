@@ -21,8 +21,16 @@ from symbiosis.client.joint.captured import CapturedWalks
 from symbiosis.client.joint.pool import Pool, PooledLayer
 from symbiosis.policies import Fair, NoLockstep
 from symbiosis.testing import tiny_model
-from tests.client import test_joint_images
-from tests.client.test_joint import assert_equal, check_each_tenant, expected_of, generate, model_of, some_clients, text
+from tests.client.joint import test_images
+from tests.client.joint.common import (
+    assert_equal,
+    check_each_tenant,
+    expected_of,
+    generate,
+    model_of,
+    some_clients,
+    text,
+)
 from tests.helpers import BATCH, LOGITS, adamw, lora
 
 
@@ -602,7 +610,7 @@ async def test_tokens_with_several_positions_are_walked_by_code(
     device: str, walks: _Walks, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    base = test_joint_images.model_of(test_joint_images.QWEN).to(device)
+    base = test_images.model_of(test_images.QWEN).to(device)
     plain_base = copy.deepcopy(base)
     async with some_clients(2, base) as (executor, clients):
         outs = await asyncio.gather(*(generate(client, 6, 14) for client in clients))

@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from symbiosis import Client, Executor
 from symbiosis.testing import tiny_model
-from tests.client.test_joint import texts
+from tests.client.joint.common import texts
 from tests.helpers import LOGITS, examples, ia3, lora, prefix
 
 KINDS = [lora(r=2, lora_dropout=0.0), lora(r=4, lora_dropout=0.0), None, ia3(), prefix()]

@@ -14,7 +14,7 @@ from peft import LoraConfig
 
 from symbiosis import Client, Executor
 from symbiosis.testing.zoo import random_model, zoo_inputs, zoo_model
-from tests.client.test_joint import OPTIONS, assert_equal, plain, ready, text
+from tests.client.joint.common import OPTIONS, assert_equal, plain, ready, text
 from tests.helpers import LOGITS
 
 QWEN = "Qwen2VLForConditionalGeneration"

@@ -13,7 +13,7 @@ import transformers
 
 from symbiosis import Client, Executor
 from symbiosis.testing.zoo import zoo_model
-from tests.client.test_joint import OPTIONS, assert_equal, plain, text
+from tests.client.joint.common import OPTIONS, assert_equal, plain, text
 from tests.helpers import LOGITS, lora, until
 
 

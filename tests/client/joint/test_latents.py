@@ -17,8 +17,8 @@ from symbiosis import Client, Executor
 from symbiosis.core.requests import Request
 from symbiosis.policies import NoLockstep
 from symbiosis.testing.zoo import random_model, zoo_model
-from tests.client.test_joint import OPTIONS, InNextWalk, assert_equal, generate, plain, ready, text, texts
-from tests.client.test_joint_methods import opened
+from tests.client.joint.common import OPTIONS, InNextWalk, assert_equal, generate, plain, ready, text, texts
+from tests.client.joint.test_methods import opened
 from tests.client.test_methods import TASK, config
 from tests.helpers import LOGITS, ia3, lora
 
