@@ -30,10 +30,11 @@ from symbiosis.core.scheduler import Scheduler
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import LayerError, ShardLostError, copied
 from symbiosis.executor.aside import Aside
+from symbiosis.executor.counters import Counters
 from symbiosis.executor.failures import fail, strip_tracebacks
 from symbiosis.executor.layers import BaseLayer
 from symbiosis.executor.runner import Compute, DeviceClock, Runner
-from symbiosis.executor.statistics import Counters, Statistics
+from symbiosis.executor.statistics import Statistics
 from symbiosis.executor.timeline import Timeline
 from symbiosis.executor.unpacked import Unpacked
 from symbiosis.modes import in_modes, modes_aside

@@ -18,7 +18,7 @@ from typing import Any
 from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.core.scheduler import LONE
 from symbiosis.errors import UsageError
-from symbiosis.executor.statistics import group_name
+from symbiosis.executor.counters import group_name
 
 log = logging.getLogger(__name__)
 

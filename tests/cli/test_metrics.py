@@ -27,8 +27,7 @@ from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
 from symbiosis.core.scheduler import ALONE
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
-from symbiosis.executor import statistics
-from symbiosis.executor.statistics import Counters
+from symbiosis.executor.counters import Counters
 from symbiosis.testing import tiny_model
 from tests.helpers import adamw, command, lora
 from tests.service import Service, free_port, save_model
@@ -145,8 +144,8 @@ def run_request(counters: Counters, client: str) -> None:
 
 
 def test_counts_of_forgotten_clients_stay_with_their_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "MAX_CLIENTS", 3)
-    monkeypatch.setattr(statistics, "MAX_LEFT", 2)
+    monkeypatch.setattr("symbiosis.executor.counters.MAX_CLIENTS", 3)
+    monkeypatch.setattr("symbiosis.executor.counters.MAX_LEFT", 2)
     counters = Counters()
     for number in range(10):
         run_request(counters, f"alice/{number}")

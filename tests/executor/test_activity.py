@@ -13,8 +13,8 @@ from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
 from symbiosis.core.scheduler import THINKING
 from symbiosis.core.terms import Kind
 from symbiosis.executor.activity import activity_of, layers_text
+from symbiosis.executor.counters import Counters
 from symbiosis.executor.service import ACTIVITY_EVERY_S
-from symbiosis.executor.statistics import Counters
 from tests.helpers import BATCH, IDS, adamw, lora
 
 F0, F1 = Key((0,), Pass.FORWARD), Key((1,), Pass.FORWARD)

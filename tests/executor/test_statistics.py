@@ -7,8 +7,8 @@ import pytest
 from symbiosis import Executor
 from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
 from symbiosis.core.terms import Kind
-from symbiosis.executor import statistics as statistics_module
-from symbiosis.executor.statistics import Counters, LayerStatistics
+from symbiosis.executor.counters import Counters
+from symbiosis.executor.statistics import LayerStatistics
 from symbiosis.testing import tiny_model
 from tests.helpers import IDS, lora
 
@@ -24,7 +24,7 @@ def test_requests_for_one_bank_with_different_choices_are_added_up() -> None:
 
 
 def test_a_busy_client_keeps_its_counts_beside_many_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics_module, "MAX_CLIENTS", 3)
+    monkeypatch.setattr("symbiosis.executor.counters.MAX_CLIENTS", 3)
     counters = Counters()
     for number in range(10):
         for client in ("alice/job", f"c{number}"):
