@@ -187,7 +187,14 @@ ZOO: dict[str, Entry] = {
             "ConvNextForImageClassification": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2},
         },
     ),
-    **_lines("wave", {"Wav2Vec2ForCTC HubertForCTC WavLMForCTC": _WAVE}),
+    **_lines(
+        "wave",
+        {
+            "Wav2Vec2ForCTC HubertForCTC": _WAVE,
+            # With its usual buckets, the order of sums in plain PEFT moves gradients of its gates by more than 1e-5.
+            "WavLMForCTC": {**_WAVE, "num_buckets": 32, "max_bucket_distance": 64},
+        },
+    ),
     **_lines(
         "mel",
         {
