@@ -6,27 +6,38 @@ client on an event loop may have its tokens walked jointly (:mod:`symbiosis.clie
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
+from transformers import GenerationMixin
 
 from symbiosis.client.kinds import Kinds, kind_of_call
 from symbiosis.client.parameters import explain_training
 
 _SEAT, _KINDS = "_symbiosis_seat", "_symbiosis_kinds"
-"""Attributes of a client's model."""
+"""Attributes of a client's model. Models inside it have the kinds only."""
 
 
 def enter(model: Any, kinds: Kinds, seat: Any = None) -> None:
     """Note the calls of a model from now on, and let them go to ``seat.forward``, as to that of a
-    :class:`~symbiosis.client.joint.decoder.Seat`, if there is a seat."""
-    cls: Any = type(model)
-    model.__class__ = _noting(cls)
-    model.__dict__[_KINDS] = kinds
+    :class:`~symbiosis.client.joint.decoder.Seat`, if there is a seat.
+
+    Calls of models inside are noted too: ``generate`` of BLIP-2 and others is that of the language model inside.
+    """
+    for inner in list(model.modules()):
+        if inner is not model and isinstance(inner, GenerationMixin):
+            _note(inner, kinds, outer=False)
+    _note(model, kinds, outer=True)
     if seat is not None:
         model.__dict__[_SEAT] = seat
+
+
+def _note(model: Any, kinds: Kinds, outer: bool) -> None:
+    cls: Any = type(model)
+    model.__class__ = _noting(cls, outer)
+    model.__dict__[_KINDS] = kinds
 
 
 def leave(model: Any) -> None:
@@ -35,35 +46,43 @@ def leave(model: Any) -> None:
 
 
 @functools.cache
-def _noting(cls: Any) -> type[Any]:
-    """Return a model class whose forward notes the call, and asks the seat of the instance first."""
+def _noting(cls: Any, outer: bool) -> type[Any]:
+    """Return a model class whose forward notes the call, and asks the seat of the instance first.
+
+    Args:
+        cls: the model's class.
+        outer: whether the model is a client's own, and not one inside it.
+    """
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seat = self.__dict__.get(_SEAT)
-        noted = contextlib.nullcontext()
-        if not torch.compiler.is_compiling():
-            noted = self.__dict__[_KINDS].in_call(kind_of_call(args, kwargs))
-        with noted:
+        if _KINDS not in self.__dict__ or torch.compiler.is_exporting():  # another model, which the tenant has made
+            return cls.forward(self, *args, **kwargs)
+        return noted(self, args, kwargs)
+
+    @_disable_dynamo(recursive=False)  # what it calls is compiled; the requests of compiled code need the note as well
+    def noted(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kinds, seat = self.__dict__[_KINDS], self.__dict__.get(_SEAT)
+        with kinds.in_call(kind_of_call(args, kwargs)):
             if seat is None:
                 output = cls.forward(self, *args, **kwargs)  # looked up now: libraries replace it
             else:
                 output = seat.forward(functools.partial(cls.forward, self), args, kwargs)
-        return explain_training(self, args, output)  # not as a forward hook, with which the model would walk alone
+        return explain_training(self, output) if outer else output  # no forward hook: with one, it would walk alone
 
     def reduce(self: Any, protocol: Any) -> Any:
         """Copy the model as one that has no seat, unless copies have the same seat."""
         seat = self.__dict__.get(_SEAT)
         kept = seat if seat is not None and seat.for_copies else None
         state, *more = super(cls, self).__reduce_ex__(protocol)[2:]
-        return _new, (cls, kept), {name: value for name, value in state.items() if name != _SEAT}, *more
+        return _new, (cls, outer, kept), {name: value for name, value in state.items() if name != _SEAT}, *more
 
     members = {"forward": forward, "__reduce_ex__": reduce}
     return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def _new(cls: Any, seat: Any) -> Any:
-    new = cls.__new__(_noting(cls))
+def _new(cls: Any, outer: bool, seat: Any) -> Any:
+    new = cls.__new__(_noting(cls, outer))
     if seat is not None:
         new.__dict__[_SEAT] = seat
     return new

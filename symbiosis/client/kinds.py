@@ -15,7 +15,8 @@ import math
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,12 +47,15 @@ def _is_empty(cache: Any) -> bool:
     return type(length) is int and length == 0  # a static cache counts on the device
 
 
-class _Call(NamedTuple):
+@dataclass(slots=True)
+class _Call:
     """A call of a model: whose it is, the kind that is stated for its rows, and whether it is for one token."""
 
     kinds: Kinds
     stated: Kind
     decodes: bool
+    large: bool | None = None
+    """Whether it had more rows for one token than the executor believes. None before its first request."""
 
 
 _call: ContextVar[_Call | None] = ContextVar("call", default=None)
@@ -62,7 +66,7 @@ class _Here(threading.local):
     part = Kind.PREFILL
     """The kind of the latest rows of a part that was called by itself."""
     large = False
-    """Whether the latest walk had more rows for one token than the executor believes."""
+    """That of the latest call with requests: in a joint walk, a call has none of its own."""
 
 
 class Kinds:
@@ -82,13 +86,14 @@ class Kinds:
         tell."""
         here, decodes = self._here, kind is _DECODE
         stated = _PREFILL if decodes and here.large else kind
-        if kind is not None:
-            here.large = False
-        before = _call.set(None if stated is None else _Call(self, stated, decodes))
+        call = None if stated is None else _Call(self, stated, decodes)
+        before = _call.set(call)
         try:
             yield
         finally:
             _call.reset(before)
+            if call is not None and call.large is not None:
+                here.large = call.large
             self.forget()
 
     def kind_of(self, x: torch.Tensor) -> Kind:
@@ -96,8 +101,7 @@ class Kinds:
         here, call = self._here, _call.get()
         latent = x.ndim == 4 and x.shape[1] == 1
         if call is not None and call.kinds is self:
-            if (call.decodes or latent) and x.shape[:-1].numel() > self.most:
-                here.large = True
+            call.large = call.large or ((call.decodes or latent) and x.shape[:-1].numel() > self.most)
             return call.stated
         if x.ndim > 2:
             here.part = _PREFILL if x.shape[1:-1].numel() > 1 and not latent else _DECODE

@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -197,21 +196,17 @@ def check_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
 register_optimizer_step_pre_hook(check_trains)
 
 
-def explain_training(model: nn.Module, _: object, output: Any) -> Any:
+@_disable_dynamo  # the compiler cannot read shared parameters
+def explain_training(model: nn.Module, output: Any) -> Any:
     """Return a model's output, changed so that training raises UsageError if no parameter of the model is trainable.
 
-    torch alone would say that the loss does not require grad. Serves as a forward hook; evaluation is left alone.
+    torch alone would say that the loss does not require grad. Evaluation is left alone.
 
     The backward pass of the model's own loss raises UsageError. Other results may also be the inputs of what the tenant
     trains, such as a head, so their backward pass ends here, and :func:`check_trains` raises at the optimizer's step.
     """
     if not (model.training and torch.is_grad_enabled()):
         return output
-    compiler = torch.compiler.is_compiling() or "torch._dynamo" in sys.modules  # which takes a second to import
-    return (_uncompiled if compiler else _explained)(model, output)
-
-
-def _explained(model: nn.Module, output: Any) -> Any:
     if any(parameter.requires_grad for parameter in model.parameters()):
         _idle.discard(model)
         return output
@@ -227,9 +222,6 @@ def _explained(model: nn.Module, output: Any) -> Any:
         return _NothingTrains.apply(result, trigger, result is loss)  # type: ignore[no-untyped-call]
 
     return tree_map(explained, output)
-
-
-_uncompiled = _disable_dynamo(_explained)  # the compiler cannot read shared parameters
 
 
 class _NothingTrains(torch.autograd.Function):

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import symbiosis
+from symbiosis.client.kinds import Kinds
 from symbiosis.core.requests import Request
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
@@ -325,6 +326,66 @@ async def test_copies_of_a_clients_model(joint: str) -> None:
             output = await client.run(copied.train(), input_ids=IDS, labels=IDS)
             with pytest.raises(UsageError, match="train"):
                 output.loss.backward()
+
+
+async def test_another_model_of_a_clients_class() -> None:
+    async with symbiosis.Executor(tiny_model("llama")) as executor, executor.client() as client:
+        own = type(client.model)(client.model.config).eval()
+        assert own(IDS).logits.shape[:2] == IDS.shape
+
+
+async def test_compiled_code() -> None:
+    """The head's row of the prompt is one row of a token by its shape."""
+    notes = Notes()
+    async with symbiosis.Executor(tiny_model("llama"), policy=notes) as executor, executor.client() as client:
+        torch.compiler.reset()
+        compiled = torch.compile(client.model, backend="eager")
+        await client.run(torch.no_grad()(compiled), input_ids=IDS, logits_to_keep=1)
+        assert torch._dynamo.utils.counters["frames"]["ok"], "nothing was compiled"
+    assert {rows for _, rows in notes.seen} == {len(IDS[0]), 1}
+    assert {kind for kind, _ in notes.seen} == {Kind.PREFILL}
+
+
+@pytest.mark.parametrize(
+    "language",
+    [
+        {"model_type": "opt", "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "word_embed_proj_dim": 32},
+        {"model_type": "t5", "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "decoder_start_token_id": 0},
+    ],
+    ids=["opt", "t5"],
+)
+async def test_generate_of_a_model_inside_the_model(language: dict[str, Any]) -> None:
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    heads = "num_heads" if language["model_type"] == "t5" else "num_attention_heads"
+    config = transformers.Blip2Config(
+        vision_config={**tower, "image_size": 16, "patch_size": 8},
+        qformer_config={**tower, "encoder_hidden_size": 32, "vocab_size": 64},
+        text_config={**language, heads: 4, "vocab_size": 64},
+        num_query_tokens=2,
+        image_token_index=60,
+    )
+    notes, model = Walks(), transformers.Blip2ForConditionalGeneration(config).eval()
+    model.language_model.generation_config.eos_token_id = None
+    inputs = {"input_ids": torch.tensor([[60, 60, 3, 4, 5]]), "pixel_values": torch.zeros(1, 3, 16, 16)}
+    async with symbiosis.Executor(model, policy=notes) as executor, executor.client() as client:
+        for _ in range(2):
+            notes.seen.clear()
+            notes.begin.clear()
+            await client.generate(**inputs, do_sample=False, min_new_tokens=4, max_new_tokens=4)
+    kinds = [kind for kind, _ in notes.seen]
+    assert kinds == sorted(kinds, reverse=True)
+    assert sum(notes.begin) == 4
+
+
+def test_tokens_that_a_joint_walk_takes_do_not_change_what_is_known_of_latent_vectors() -> None:
+    kinds = Kinds()
+    kinds.most = 8
+    few, many = torch.zeros(1, 1, 8, 4), torch.zeros(1, 1, 9, 4)
+    stated = []
+    for rows in (few, many, None, None, few, few):
+        with kinds.in_call(Kind.DECODE):
+            stated.append(None if rows is None else kinds.kind_of(rows))
+    assert stated == [Kind.DECODE, Kind.DECODE, None, None, Kind.PREFILL, Kind.DECODE]
 
 
 async def test_fibers_of_two_clients_in_one_model() -> None:
