@@ -327,7 +327,14 @@ def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
     assert "adapter_config.json" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        signal.SIGTERM,
+        pytest.param(getattr(signal, "SIGHUP", signal.SIGTERM), marks=pytest.mark.thorough),  # a process more
+    ],
+)
 def test_serve_ends_cleanly(checkpoint: Path, tmp_path: Path, number: int) -> None:
     running = Service(checkpoint, f"shm://{tmp_path}/s.sock", fresh=True)
     before = signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)

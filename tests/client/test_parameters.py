@@ -388,7 +388,7 @@ async def test_optimizers_of_other_models(base: Any) -> None:
             other.step()
 
 
-@pytest.mark.parametrize("way", ["joint", "shm"])
+@pytest.mark.parametrize("way", ["joint", pytest.param("shm", marks=pytest.mark.thorough)])
 async def test_nothing_trainable_in_compiled_code(base: Any, way: str, tmp_path: Path) -> None:
     """The compiler looks at each function by itself once it has compiled the outer one too often."""
 

@@ -44,7 +44,7 @@ def saved(folder: Path, name: str = "LlamaForCausalLM", **options: Any) -> tuple
     ("name", "count", "method"),
     [
         ("LlamaForCausalLM", 2, lora),
-        ("GPT2LMHeadModel", 2, lambda: ia3("gpt2")),
+        pytest.param("GPT2LMHeadModel", 2, lambda: ia3("gpt2"), marks=pytest.mark.thorough),  # one more process each
         ("MixtralForCausalLM", 2, METHODS["prefix"]),
         pytest.param(
             *("Qwen3MoeForCausalLM", 4, lambda: lora(target_modules=["q_proj", "v_proj"])),

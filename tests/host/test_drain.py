@@ -96,7 +96,7 @@ async def test_a_walk_that_does_not_end_is_waited_for_no_longer_than_said() -> N
 def test_sigterm_lets_a_step_end(tmp_path: Path) -> None:
     """A client between two walks waits for the next executor. Its losses are those of an undisturbed run."""
     model = save_model(tmp_path / "model", num_hidden_layers=2)
-    with Service(model, f"shm://{tmp_path}/s.sock", fresh=True) as running:
+    with Service(model, f"shm://{tmp_path}/s.sock") as running:
 
         def trained(at: int = -1, then: Any = None) -> list[float]:
             with symbiosis.open_model(running.address, retry=60) as opened:

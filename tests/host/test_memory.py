@@ -84,7 +84,14 @@ def explode(*args: Any) -> Any:
     raise RuntimeError("broken")
 
 
-@pytest.mark.parametrize("policy", ["no-lockstep", "lockstep", "opportunistic", "co-serving"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "no-lockstep",
+        "co-serving",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("lockstep", "opportunistic")),
+    ],
+)
 async def test_memory_does_not_grow_from_step_to_step(policy: str) -> None:
     """The bytes of all tensors in the process are equal after 3 steps and after 12."""
     model = tiny_model()

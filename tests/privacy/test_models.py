@@ -443,7 +443,9 @@ async def test_the_wiretap_records_requests_of_a_client(base: Any) -> None:
 # Other number formats.
 
 
-@ALL
+@pytest.mark.parametrize(
+    "name", [*SCHEMES[:2], *(pytest.param(name, marks=pytest.mark.thorough) for name in SCHEMES[2:])]
+)
 @pytest.mark.parametrize("format_", FORMATS)
 async def test_number_formats(format_: str, name: str) -> None:
     """A masked client computes what a client without masks does, forward and backward, if weights are quantized too."""

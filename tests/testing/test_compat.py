@@ -32,7 +32,6 @@ from symbiosis.testing.compat import (
     METHODS,
     NOT_PLAIN,
     REFUSED,
-    TRANSPORTS,
     WRONG,
     Cell,
     ServedPart,
@@ -64,7 +63,7 @@ NOT_IN_PLAIN = {
 }
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["inproc", pytest.param("shm", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("method", BROAD)
 @pytest.mark.parametrize("name", SLICE)
 async def test_models(name: str, method: str, transport: str) -> None:

@@ -98,8 +98,10 @@ async def in_windows(
     return found
 
 
-@pytest.mark.parametrize("kind", ["plain", "left", "right"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [*((method, "plain") for method in METHODS), ("lora", "left"), ("lora", "right"), ("prefix", "left")],
+)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 async def test_gradients_equal_those_of_the_whole_sequence(architecture: str, method: str, kind: str) -> None:
     """Windows have one token, numbers that do not divide the length, or all but one token. Gemma 2 sees 8 tokens."""

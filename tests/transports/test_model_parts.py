@@ -63,8 +63,7 @@ async def divided(
         yield executors, ",".join(addresses)
 
 
-@pytest.mark.parametrize("kind", ["coroutine", "synchronous"])
-@pytest.mark.parametrize("method", ["lora", "ia3", "prefix"])
+@pytest.mark.parametrize(("method", "kind"), [("lora", "synchronous"), *((name, "coroutine") for name in METHODS)])
 @pytest.mark.parametrize("architecture", MODELS)
 async def test_results_are_those_of_plain_peft(architecture: str, method: str, kind: str, tmp_path: Path) -> None:
     """Three tenants train and generate, those of coroutines at once, over both transports."""
@@ -111,7 +110,10 @@ PRECISE = ["Llama", "Gemma2", "DeepseekV3", "HunYuanMoEV1"]
     "name", [f"{name}ForCausalLM" for name in PRECISE] + ["T5ForConditionalGeneration", "LlavaForConditionalGeneration"]
 )
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [None, "auto", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [None, "auto", "float16", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("float32", "bfloat16"))],
+)
 def test_precision_is_that_of_a_whole_model(name: str, saved: torch.dtype, dtype: str | None, tmp_path: Path) -> None:
     """Parts have the precision that transformers gives a whole model: rotary frequencies and some modules stay in fp32,
     and Gemma's scale is not rounded to the checkpoint's precision first."""
