@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 import symbiosis
 from symbiosis.cli.commands import app
 from symbiosis.core.policy import Policy
+from symbiosis.core.requests import Batch, Key, Pass
+from symbiosis.core.scheduler import WaitUntil
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.executor.packing import pack
 from symbiosis.testing import Comparison, Job, Outcome, PolicyConformance, World
@@ -62,6 +64,9 @@ def prefix(architecture: str = "llama", **options: Any) -> PrefixTuningConfig:
 
 METHODS = {"lora": lora, "ia3": ia3, "prefix": prefix}
 
+F0 = Key((0,), Pass.FORWARD)
+"""The first layer's forward pass."""
+
 SHORT = Job(steps=5, new_tokens=4)
 """A short job for tests of other subjects."""
 
@@ -94,6 +99,17 @@ def world_of(
         world.join(client, (terms or {}).get(client, NO_TERMS), local=local)
         world.begin_walk(client)
     return world
+
+
+def run_next(world: World) -> Batch:
+    """Run the next batch of a world, in a millisecond."""
+    action = world.decide()
+    while isinstance(action, WaitUntil):
+        world.clock.advance(action.time - world.clock.now)
+        action = world.decide()
+    assert isinstance(action, Batch), action
+    world.clock.advance(1e-3)
+    return action
 
 
 def assert_close(outcome: Outcome, expected: Outcome) -> None:

@@ -368,7 +368,7 @@ async def test_a_lone_request_that_fails_raises_and_the_next_one_is_served(
         await client.forward(input_ids=IDS)
 
 
-async def test_threads_of_the_tenants_share_batches(base: Any) -> None:
+async def test_threads_of_the_tenants_run_two_requests_at_once_at_most(base: Any) -> None:
     """Models that are called on threads are not in a walk. Still, one lone request runs at a time and the others are
     queued.
     """
