@@ -77,6 +77,7 @@ class Reading:
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
         """Modules that are not of an adapter, and those of the skeleton."""
         self._tuners: list[tuple[Any, bool, Any]] = []
+        """Tuner layers, whether they are disabled, and a copy of their active adapters."""
         self._shared: list[SharedParameter] = []
         self._states: list[dict[str, Any]] = []
         """Attributes of all modules."""
@@ -103,7 +104,7 @@ class Reading:
                 try_layer(layer, base)
         except WalksAloneError as error:
             self.reason = str(error)
-        self._configs = [(vars(config), dict(vars(config))) for config in _with_nested(model.config)]
+        self._configs = [(vars(config), _copied(vars(config))) for config in _with_nested(model.config)]
         self._replaced = list(map(has_own_forward, self._states))
         self._objects = list(chain.from_iterable(map(_values, self._contents)))
         self._ids = list(map(id, self._objects))
@@ -241,7 +242,7 @@ class Reading:
                 self._buffers.append(buffer)
 
     def _read_tuner(self, name: str, layer: Any) -> None:
-        self._tuners.append((layer, layer._disable_adapters, layer._active_adapter))
+        self._tuners.append((layer, layer._disable_adapters, _copied(layer._active_adapter)))
         if layer.merged_adapters:
             raise WalksAloneError("a merged adapter")
         if name in self.adapted:  # the code of an adapter around this one runs it
@@ -293,6 +294,13 @@ def _with_nested(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return a configuration and those nested in it, such as that of a text model."""
     nested = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
     return [config, *chain.from_iterable(map(_with_nested, nested))]
+
+
+def _copied(value: Any) -> Any:
+    """Return a value with copies of its dictionaries and lists, so that changes inside them are detected."""
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    return list(map(_copied, value)) if isinstance(value, list) else value
 
 
 class _Registrations:

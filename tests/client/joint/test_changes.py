@@ -57,6 +57,8 @@ async def test_changes_of_a_model_are_noticed_between_two_tokens() -> None:
                     stack.enter_context(torch.autocast("cpu", torch.bfloat16))
                 if number == 10:
                     model.base_model.model.lm_head.lora_A.default.weight.data.mul_(3)
+                if number == 11:
+                    model.config.rope_parameters["note"] = "a change inside a dictionary"
                 out = model(input_ids=ids, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             found.append(out.logits[:, -1].float())
@@ -77,10 +79,37 @@ async def test_changes_of_a_model_are_noticed_between_two_tokens() -> None:
         tolerance = 0.05 if number >= 9 else LOGITS  # bf16 from there on
         assert (one - other).abs().max() <= tolerance * other.abs().max(), number
     assert counts.alone["forward hooks"] == 2
-    assert counts.alone["a configuration of its own"] == 1
+    assert counts.alone["a configuration of its own"] == 2
     assert counts.alone["a torch mode, such as autocast or a hook"] == 1
     assert counts.alone["a weight of its own at model.norm"] == 1
     assert counts.joint >= 4
+
+
+async def test_a_list_of_active_adapters_that_its_tenant_changes_takes_effect() -> None:
+    """PEFT keeps the very list that it is given."""
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+
+    @torch.no_grad()
+    def decode(model: Any) -> torch.Tensor:
+        torch.manual_seed(7)
+        model.add_adapter("other", lora())
+        model.eval()
+        names, ids, cache, found = ["default"], text(5), None, []
+        for number in range(8):
+            names[:] = ["default" if number < 4 else "other"]
+            model.base_model.set_adapter(names)
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            found.append(out.logits[:, -1])
+            ids = found[-1].argmax(-1, keepdim=True)
+        return torch.stack(found)
+
+    async with some_clients(2, base) as (executor, clients):
+        got, _ = await asyncio.gather(clients[0].run(decode, clients[0].model), generate(clients[1], tokens=40))
+        assert executor.statistics().clients[clients[0].name].joint >= 6
+    right = decode(plain(plain_base, lora(), 0))
+    assert (got - right).abs().max() <= LOGITS * right.abs().max()
 
 
 async def test_a_client_takes_part_again_after_a_call_for_hidden_states() -> None:
