@@ -182,6 +182,8 @@ class Reading:
         self._pairs.append((module, reference))
         if name and not _alike(type(module), type(reference)):
             raise WalksAloneError(f"{type(module).__name__} in place of {type(reference).__name__} at {name}")
+        if isinstance(module, VirtLayer) and module.spec != reference.spec:
+            raise WalksAloneError(f"{module.spec.name} in place of {name}")
         if module._modules.keys() != reference._modules.keys():
             raise WalksAloneError(f"other modules in {name or type(module).__name__}")
         if _attributes(module) != _attributes(reference):

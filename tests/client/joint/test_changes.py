@@ -178,6 +178,16 @@ def _own_dropout(model: Any) -> None:
     model.base_model.model.model.layers[0].self_attn.q_proj.lora_dropout["default"] = Double()
 
 
+def _swap(model: Any) -> None:
+    attention = model.base_model.model.model.layers[0].self_attn
+    attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
+
+
+def _same_mlp(model: Any) -> None:
+    layers = model.base_model.model.model.layers
+    layers[1].mlp = layers[0].mlp
+
+
 def _sharp(*args: Any, scaling: float, **options: Any) -> Any:
     return sdpa_attention_forward(*args, scaling=3 * scaling, **options)
 
@@ -199,6 +209,8 @@ CHANGES = [
     _new_weight,
     _own_forward,
     _own_dropout,
+    _swap,
+    _same_mlp,
     _attention,
 ]
 
