@@ -2,8 +2,8 @@
 
 A client takes part in joint walks only if its model is the shared skeleton with adapters around base layers and
 embeddings. Everything else walks alone. :meth:`Reading.is_current` is asked before each token, so that a client may
-train, switch or disable its adapter, or add a hook, between two tokens. Numbers among the attributes of modules, and a
-replaced ``forward``, are compared at the first token of each operation.
+train, switch or disable its adapter, or add a hook, between two tokens. Classes of modules, numbers among their
+attributes, and a replaced ``forward``, are compared at the first token of each operation.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Reading:
         self._configs = [(vars(config), _copied(vars(config))) for config in _with_nested(model.config)]
         self._replaced = list(map(has_own_forward, self._states))
         self._objects = list(chain.from_iterable(map(_values, self._contents)))
-        self._ids = list(map(id, self._objects))
+        self._ids, self._types = list(map(id, self._objects)), list(map(type, self._objects))
         self._versions = [buffer._version for buffer in self._buffers]
         self.note_places()
 
@@ -156,7 +156,8 @@ class Reading:
         return list(map(_place, self._parameters)) == self._places
 
     def _has_same_parts(self) -> bool:
-        if list(map(id, chain.from_iterable(map(_values, self._contents)))) != self._ids:
+        objects = list(chain.from_iterable(map(_values, self._contents)))
+        if list(map(id, objects)) != self._ids or list(map(type, objects)) != self._types:
             return False
         if self._is_hooked() or any(map(_training, self._states)) or None in map(_fetch, self._shared):
             return False

@@ -49,6 +49,8 @@ def known_adapter(layer: Any) -> str | None:
         parts: list[Any] = [layer.lora_A[adapter], layer.lora_B[adapter]]
         if any(type(part) is not nn.Linear or part.bias is not None for part in parts):
             return ""
+        if any(part._parameters.get("weight") is None for part in parts):  # pruned, or with old weight norm
+            return ""
         if type(layer.lora_dropout[adapter]) not in (nn.Identity, nn.Dropout):
             return ""
         a, b = parameters_of(layer, adapter)
@@ -105,7 +107,7 @@ def try_layer(layer: Any, base: Any) -> None:
 
 
 def _kind(layer: Any) -> str:
-    return f"{type(layer).__module__.split('.')[-2]} {type(layer).__name__}"
+    return f"{type(layer).__module__.split('.')[-2:][0]} {type(layer).__name__}"
 
 
 def is_replaced(layer: Any) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora import layer as lora_layer
+from torch.nn.utils.prune import l1_unstructured
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -178,6 +180,21 @@ def _own_dropout(model: Any) -> None:
     model.base_model.model.model.layers[0].self_attn.q_proj.lora_dropout["default"] = Double()
 
 
+def _prune(model: Any) -> None:
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    l1_unstructured(layer.lora_A["default"], "weight", 0.5)
+
+
+def _own_class(model: Any) -> None:
+    """Draw random numbers in a class of a module that is in no package."""
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return lora_layer.Linear.forward(self, x) * torch.empty(1).uniform_(2, 2)
+
+    layer.__class__ = type("Doubled", (lora_layer.Linear,), {"forward": forward, "__module__": "module"})
+
+
 def _swap(model: Any) -> None:
     attention = model.base_model.model.model.layers[0].self_attn
     attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
@@ -209,6 +226,8 @@ CHANGES = [
     _new_weight,
     _own_forward,
     _own_dropout,
+    _prune,
+    _own_class,
     _swap,
     _same_mlp,
     _attention,
