@@ -280,8 +280,8 @@ class CapturedWalks:
             return "it decodes several sequences at once"
         if step.seat.reading.runs_own_code:
             return "the code of its adapter is not known"
-        if not {step.ids.dtype, position.dtype} <= {torch.int, torch.long} or position.device != self._device:
-            return "its tokens or positions are not integers, or are on another device"
+        if position.device != self._device:
+            return "its positions are on another device"
         if position.ndim != 2:
             return "its tokens have several positions each"
         if attention is not None and (attention.shape != (1, length + 1) or attention.device != self._device):

@@ -54,6 +54,8 @@ def why_alone(ids: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
     position = kwargs.get("position_ids")
     if position is None and attention is not None and not attention.all():
         return "a mask without positions"
+    if not {each.dtype for each in (ids, position) if each is not None} <= {torch.int, torch.long}:
+        return "tokens or positions that are not integers"
     if position is not None and (position.ndim > 3 or position.shape[-2:] not in ((1, 1), ids.shape)):
         return "positions of another shape"
     if in_modes():

@@ -103,6 +103,34 @@ async def test_what_cannot_be_joint_walks_alone_and_says_why(case: str) -> None:
         assert_equal(out, expected_of(plain_base, number, tokens=20))
 
 
+async def test_positions_that_are_not_integers_leave_the_others_theirs() -> None:
+    """Both positions in one tensor would have the dtype of the first: bf16 has no 1001."""
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+
+    @torch.no_grad()
+    def decode(model: Any, dtype: torch.dtype) -> torch.Tensor:
+        model.eval()
+        out, found = model(input_ids=text(5), use_cache=True), []
+        for number in range(8):
+            ids, position = out.logits[:, -1:].argmax(-1), torch.tensor([[1001 + number]], dtype=dtype)
+            out = model(input_ids=ids, position_ids=position, past_key_values=out.past_key_values)
+            found.append(out.logits[:, -1])
+        return torch.stack(found)
+
+    dtypes = [torch.bfloat16, torch.int64, torch.int32]
+    async with some_clients(3, base) as (executor, clients):
+        outs = await asyncio.gather(
+            *(one.run(decode, one.model, dtype) for one, dtype in zip(clients, dtypes, strict=True))
+        )
+        counts = [executor.statistics().clients[client.name] for client in clients]
+    assert (counts[0].joint, counts[0].alone.keys()) == (0, {"tokens or positions that are not integers"})
+    assert counts[1].joint >= 6
+    for number, (out, dtype) in enumerate(zip(outs, dtypes, strict=True)):
+        right = decode(plain(plain_base, lora(), number), dtype)
+        assert (out - right).abs().max() <= LOGITS * right.abs().max()
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 async def test_a_model_whose_positions_depend_on_the_longest_text_is_not_walked_jointly(kind: str) -> None:
     """The language model lies inside the model; the other tenant's text would change this one's logits."""

@@ -461,12 +461,12 @@ async def test_a_client_that_pauses_deletes_its_adapter(
     assert walks.refusals == {None}
 
 
-async def test_positions_and_prompts_that_a_captured_walk_cannot_take(device: str, walks: _Walks) -> None:
+async def test_masks_and_prompts_that_a_captured_walk_cannot_take(device: str, walks: _Walks) -> None:
     base = model_of("llama").to(device)
     plain_base = copy.deepcopy(base)
     async with some_clients(2, base) as (_, clients):
         await asyncio.gather(*map(generate, clients))
-        options = {"position_ids": torch.tensor([[6.0]], device=device)}
+        options = {"attention_mask": torch.ones(1, 20, device=device)}
         await asyncio.gather(
             clients[0].run(_write, clients[0].model, text(6).to(device), **options), generate(clients[1], 1, 14)
         )
@@ -586,7 +586,7 @@ async def test_a_client_whose_tokens_do_not_fit_leaves_the_others_their_walk(
     caplog.set_level("INFO")
     base = model_of("llama").to(device)
     plain_base = copy.deepcopy(base)
-    options = {"position_ids": torch.tensor([[6.0]], device=device)}
+    options = {"attention_mask": torch.ones(1, 20, device=device)}
     async with some_clients(3, base) as (_, clients):
         made = _pools(monkeypatch)
         await asyncio.gather(*(generate(client, 6, 14) for client in clients))
@@ -597,7 +597,7 @@ async def test_a_client_whose_tokens_do_not_fit_leaves_the_others_their_walk(
         )
         assert walks.all - walks.captured == before, "a captured walk served the others at each token"
     assert len(made) == 1
-    assert "tokens of a client are not captured: its tokens or positions are not integers" in caplog.text
+    assert "not captured: its attention mask does not have a column for each token" in caplog.text
     torch.manual_seed(0)
     plain = get_peft_model(copy.deepcopy(plain_base), lora()).eval()
     _, expected = _write(plain, text(6).to(device), **options)
