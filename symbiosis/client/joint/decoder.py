@@ -433,6 +433,10 @@ def _give(outputs: Iterable[tuple[Any, Any]]) -> None:
     for step, output in outputs:
         if step.reply.done():
             continue
+        if isinstance(output, StopIteration):  # a future cannot have it
+            error = RuntimeError(f"an operation of client {step.seat.name!r} raised StopIteration")
+            error.__cause__ = output
+            output = error
         if isinstance(output, Exception):
             step.reply.set_exception(output)
         else:

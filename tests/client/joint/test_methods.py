@@ -314,12 +314,17 @@ async def test_an_adapter_that_calls_its_base_layer_in_another_way_disturbs_nobo
     assert joint < 9
 
 
-@pytest.mark.parametrize("how", ["calls its base layer twice", "rows that an adapter gives", "results of an adapter"])
+@pytest.mark.parametrize(
+    "how",
+    ["calls its base layer twice", "rows that an adapter gives", "results of an adapter", "raised StopIteration"],
+)
 async def test_an_adapter_that_changes_its_ways_ends_its_tenants_operation_alone(how: str) -> None:
     """It was tried before."""
     calls = itertools.count()
 
     def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        if how.startswith("raised") and next(calls) > 4:
+            raise StopIteration  # a future cannot have it
         y: torch.Tensor = layer.base_layer(torch.cat([x, x]) if how.startswith("rows") and next(calls) > 4 else x)
         if how.startswith("calls") and next(calls) > 4:
             y = y - layer.base_layer(x / 2)
