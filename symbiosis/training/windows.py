@@ -22,7 +22,7 @@ import contextlib
 import inspect
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -199,16 +199,19 @@ class WindowedStep:
         _check_model(model, self._core, batch)
         self._batch = dict(batch)
         self._labels, length = self._take_labels()
-        if (most := depends_on_length(self._core.config)) is not None and length > most:
-            raise UsageError(
-                f"with more than {most} tokens, the attention of {type(self._core).__name__} depends on the length of "
-                f"the text, which has {length}, so it cannot be run in windows; leave `window` out"
-            )
         self._windows = [(begin, min(begin + window, length)) for begin in range(0, length, window)]
         self._before = 0
         if (prompt := _prompt(model)) is not None:
             self._before = prompt.num_virtual_tokens
             model._adjust_prompt_learning_kwargs(prompt, kwargs=self._batch)  # positions come after the prefix
+        positions = self._batch.get("position_ids")
+        seen = max(self._before + length, 0 if positions is None else int(positions.max()) + 1)
+        if (most := depends_on_length(self._core.config)) is not None and seen > most:
+            raise UsageError(
+                f"with more than {most} tokens, the attention of {type(self._core).__name__} depends on the length of "
+                f"the text, which has {seen}, so it cannot be run in windows; leave `window` out"
+            )
+        self._of_images = [module for module in self._core.modules() if "rope_deltas" in vars(module)]
         self._cache = _cache(self._core, self._before + length)
         self._prefix: list[tuple[WindowLayer, torch.Tensor, torch.Tensor]] = []
         self._embeds: torch.Tensor | None = self._batch.get("inputs_embeds")
@@ -327,7 +330,8 @@ class WindowedStep:
             layer.position = self._before + begin
         # PEFT would add its prefix in each forward pass, so the model inside is called.
         model = self._core if self._before else self._model
-        output = model(**inputs, past_key_values=self._cache, use_cache=True, return_dict=True, **options)
+        with _set_aside(self._of_images, "rope_deltas"):
+            output = model(**inputs, past_key_values=self._cache, use_cache=True, return_dict=True, **options)
         if any(isinstance(layer, WindowLayer) and layer.position != self._before + end for layer in self._cache.layers):
             raise UsageError(
                 f"{type(self._core).__name__} does not put all keys and values into the given cache, so it "
@@ -398,6 +402,20 @@ _tried: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictio
 def _adapter(model: Any) -> Any:
     """Return the configuration of the active adapter, or None."""
     return model.active_peft_config if hasattr(model, "get_base_model") else None
+
+
+@contextlib.contextmanager
+def _set_aside(modules: list[Any], name: str) -> Iterator[None]:
+    """Let an attribute of modules be None for a while. Qwen-VL's ``rope_deltas`` are those of the latest image, which
+    shift the positions of texts in a cache."""
+    kept = [getattr(module, name) for module in modules]
+    try:
+        for module in modules:
+            setattr(module, name, None)
+        yield
+    finally:
+        for module, value in zip(modules, kept, strict=True):
+            setattr(module, name, value)
 
 
 def _check_model(model: Any, core: Any, batch: Mapping[str, Any]) -> None:

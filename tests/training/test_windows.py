@@ -556,6 +556,26 @@ async def test_texts_short_enough_for_positions_that_depend_on_the_length() -> N
     [(loss, gradients)] = await in_windows(model, adapter, batch(), 5)
     assert loss == pytest.approx(expected[0], rel=1e-6)
     assert difference(gradients, expected[1]) <= GRADIENTS
+    longer = prefix(num_virtual_tokens=1)  # positions begin after the prefix
+    async with symbiosis.Executor(model) as executor, executor.client(longer) as client:
+        with pytest.raises(UsageError, match=f"length of the text, which has {LENGTH + 1}, so"):
+            await client.train_step(batch(), adamw(client.model), window=5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "right"])
+async def test_texts_after_an_image(kind: str) -> None:
+    """Qwen-VL keeps by how much the latest image has shifted positions, for texts in a cache."""
+    text = {**_TEXT_EXPERTS, "output_router_logits": False}
+    model = small("Qwen3VLForConditionalGeneration", text_config=text, vision_config=_IMAGES)
+    adapter = lora(lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
+    expected = plain(model, adapter, batch(kind))
+    async with symbiosis.Executor(model) as executor, executor.client(adapter, seed=0) as client:
+        client.model.get_base_model().model.rope_deltas = shifted = torch.tensor([[-4], [-4]])
+        gradients = Gradients(client.model)
+        loss = await client.train_step(batch(kind), gradients, window=5)
+        assert client.model.get_base_model().model.rope_deltas is shifted
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    assert difference(gradients.found, expected[1]) <= GRADIENTS
 
 
 async def test_token_types_by_which_tokens_see_later_ones() -> None:
