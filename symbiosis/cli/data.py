@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,8 @@ class PromptFormat:
             return chat_prompt(tokenizer, [{"role": "user", "content": prompt}])
         elif self.name == "pairs":
             prompt += "" if prompt[-1:].isspace() else self.separator
-        else:
-            return encode(tokenizer, prompt, special=not self.name)
+        elif not self.name:
+            return encode(tokenizer, prompt, special=True)
         return [*_beginning(tokenizer), *encode(tokenizer, prompt)]
 
     def save(self, folder: Path) -> None:
@@ -126,13 +127,15 @@ class Data:
     cut: int = 0
     skipped: int = 0
 
-    def add(self, record: int, ids: list[int], labels: list[int], length: int) -> None:
-        """Add an example of a record. One that is too long loses the beginning of what does not count, then its end."""
+    def add(self, record: int, ids: list[int], labels: list[int], length: int, bos: int | None = None) -> None:
+        """Add an example of a record. One that is too long loses the beginning of what does not count, but for a token
+        ``bos``, and then its end."""
         if len(ids) > length:
             self.cut += 1
             before = next((index for index, label in enumerate(labels) if label != IGNORED), len(labels))
-            start = min(len(ids) - length, max(before - 1, 0))
-            ids, labels = ids[start : start + length], labels[start : start + length]
+            kept = int(ids[0] == bos and before > 0)
+            start = min(len(ids) - length, max(before - 1 - kept, 0))
+            ids, labels = [each[:kept] + each[kept + start : start + length] for each in (ids, labels)]
         if all(label == IGNORED for label in labels[1:]):
             self.skipped += 1
         else:
@@ -420,7 +423,8 @@ def _check(place: str, record: Any, name: str) -> None:
 def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, form: PromptFormat | None = None) -> Data:
     """Return the examples of records. The loss is on completions, or on what the assistant says; of texts on all.
 
-    Pairs end with the end token. Texts are joined, with the end token between them, and cut into sequences.
+    Pairs and texts begin with the tokenizer's first token, if it has one of its own, and end with its end token. Texts
+    are joined, and cut into sequences.
 
     Prompts of validation data are made as those of the training data, whose format is ``form``.
 
@@ -433,7 +437,8 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, fo
     separator = "" if name != "pairs" or all(one["completion"][:1].isspace() for one in records) else "\n"
     data = Data(form or PromptFormat(name, separator))
     if name == "text":
-        ids = [token for one in records for token in (*encode(tokenizer, one["text"]), *_end(tokenizer))]
+        texts = [[*_beginning(tokenizer), *encode(tokenizer, one["text"]), *_end(tokenizer)] for one in records]
+        ids = list(chain.from_iterable(texts))
         for start in range(0, len(ids), length):
             part = ids[start : start + length]
             data.add(start, part, part, length)
@@ -450,7 +455,7 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, fo
             except UsageError as error:
                 raise UsageError(f"{source}, record {number}: {error}") from error
             for example in examples:
-                data.add(number, *example, length)
+                data.add(number, *example, length, tokenizer.bos_token_id)
     if not data.examples:
         raise UsageError(f"{source}: nothing is left to train on with --sequence {length}; give more or longer texts")
     return data

@@ -534,7 +534,7 @@ def test_what_is_too_long_is_cut_and_counted() -> None:
     records = [{"prompt": "x" * 20, "completion": "yes"}, {"prompt": "q", "completion": "z" * 20}]
     data = tokenize(records, TOKENIZER, 10, "pairs")
     assert data.cut == 2
-    assert [*map(texts, data.examples)] == [("xxxxx\nyes<end>", "yes<end>"), ("\n" + "z" * 9, "z" * 9)]
+    assert [*map(texts, data.examples)] == [("<begin>xxxx\nyes<end>", "yes<end>"), ("<begin>\n" + "z" * 8, "z" * 8)]
 
 
 def test_records_without_a_loss_are_skipped_and_counted() -> None:
@@ -548,7 +548,7 @@ def test_records_without_a_loss_are_skipped_and_counted() -> None:
 
 def test_texts_are_joined_and_divided_without_loss() -> None:
     data = tokenize([{"text": "abcdefg"}, {"text": "hij"}], TOKENIZER, 4, "text")
-    assert [texts(one)[0] for one in data.examples] == ["abcd", "efg<end>", "hij<end>"]
+    assert [texts(one)[0] for one in data.examples] == ["<begin>abc", "defg", "<end><begin>hi", "j<end>"]
     assert data.cut == 0
 
 
