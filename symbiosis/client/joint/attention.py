@@ -296,3 +296,8 @@ def structure(cache: Any, sequences: int) -> tuple[Any, ...] | str:
                 return "its cache has states of another number of sequences"
             found += [(state.shape[1:], state.dtype, state.device) for state in states]
     return tuple(found)
+
+
+def filled(cache: Any) -> list[bool]:
+    """Return which layers of a cache have had tokens, of those that keep keys and values."""
+    return [layer.is_initialized for layer in cache.layers if isinstance(layer, DynamicLayer)]

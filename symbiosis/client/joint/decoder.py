@@ -180,6 +180,8 @@ class Seat:
                 reading.note_places()
         if reading.reason is not None:
             return reading.reason
+        if joint.has_other_inputs(cache):
+            return "its cache has other inputs than tokens"
         if ids.device != self._decoder.device:
             return "another device"
         position = kwargs.get("position_ids")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.client.experts import VirtExperts
 from symbiosis.client.joint.adapters import Adapted, JointLatents, adapters_of, make_joint
-from symbiosis.client.joint.attention import INNER, NAME, JointCache, JointError, WalkCache, structure, walk
+from symbiosis.client.joint.attention import INNER, NAME, JointCache, JointError, WalkCache, filled, structure, walk
 from symbiosis.client.joint.reading import settings_of
 from symbiosis.client.joint.stacks import Slot
 from symbiosis.training.text_length import depends_on_length
@@ -45,6 +45,8 @@ class JointModel:
         self._model = skeleton
         self._inner = skeleton.config._attn_implementation
         self._layers = make_joint(skeleton)
+        self._filled: list[bool] = []
+        """Which layers of a cache a text fills, as :func:`filled` gives it."""
         self.has_experts = any(isinstance(module, VirtExperts) for module in skeleton.modules())
         self.latent = {module.layer_idx for module in skeleton.modules() if isinstance(module, JointLatents)}
         self.moves_positions = any(hasattr(module, "rope_deltas") for module in skeleton.modules())
@@ -75,6 +77,12 @@ class JointModel:
         """Return the caches of the clients of a walk, n rows each, and their masks [n, L + 1] or None, as one."""
         return JointCache(caches, sizes, attention, self._inner, self.latent)
 
+    def has_other_inputs(self, cache: Any) -> bool:
+        """Return whether a cache has more than tokens, such as an image in layers of cross-attention. The model's code
+        decides by the cache of one client whether it runs these layers for all."""
+        found = filled(cache)
+        return any(found) and found != self._filled
+
     def forward(self, cache: WalkCache, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """Return the model's output for tokens [N, 1] at positions [N, 1], or [K, N, 1] if a token has K of them."""
         token = walk.set(cache)
@@ -101,6 +109,7 @@ class JointModel:
             cache = model(input_ids=ids, use_cache=True).past_key_values
             if isinstance(reason := structure(cache, 1), str):
                 raise JointError(reason)
+            self._filled = filled(cache)
             caches.append(copy.deepcopy(cache))
             before = copy.deepcopy(cache)
             position = torch.tensor([[length]], device=device)

@@ -56,6 +56,54 @@ def inputs_of(base: Any, number: int) -> dict[str, Any]:
     }
 
 
+def _mllama() -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    reads = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "cross_attention_layers": [1], "bos_token_id": 1}
+    sight = {"hidden_size": 32, "attention_heads": 4, "num_hidden_layers": 1, "num_global_layers": 1}
+    size = {"image_size": 16, "patch_size": 8, "supported_aspect_ratios": [[1, 1]], "max_num_tiles": 1}
+    config = transformers.MllamaConfig(
+        text_config={**reads, **heads, "rope_parameters": rope, "eos_token_id": None},
+        vision_config={**sight, **size, "vision_output_dim": 64, "intermediate_layers_indices": [0]},
+    )
+    base = random_model(transformers.MllamaForConditionalGeneration, config)
+    for name, parameter in base.named_parameters():
+        if name.endswith("gate"):
+            parameter.data.fill_(1.0)
+    return base
+
+
+async def test_tenants_with_an_image_in_layers_of_cross_attention() -> None:
+    """Llama 3.2 Vision skips these layers if the cache has no image. Without a mask, its tokens look like a text's."""
+    base = _mllama()
+    plain_base = copy.deepcopy(base)
+
+    @torch.no_grad()
+    def decode(model: Any, number: int) -> torch.Tensor:
+        pixels = torch.randn(1, 1, 1, 3, 16, 16, generator=torch.Generator().manual_seed(number))
+        one = torch.ones(1, 1, dtype=torch.long)
+        image = {"pixel_values": pixels, "aspect_ratio_ids": one, "aspect_ratio_mask": one[None]}
+        given = {**image, "cross_attention_mask": torch.ones(1, 6, 1, 1)} if number % 2 else {}
+        out, found = model.eval()(input_ids=text(6, number), **given, use_cache=True), []
+        for _ in range(8):
+            out = model(input_ids=out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
+            found.append(out.logits[:, -1])
+        return torch.stack(found)
+
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(executor.client(name=str(number))) for number in range(4)]
+        await ready(executor, clients)
+        outs = await asyncio.gather(*(client.run(decode, client.model, n) for n, client in enumerate(clients)))
+        counts = executor.statistics().clients
+    for number, out in enumerate(outs):
+        right = decode(plain_base, number)
+        assert (out - right).abs().max() <= LOGITS * right.abs().max()
+        if number % 2:
+            assert counts[str(number)].alone.keys() == {"its cache has other inputs than tokens"}
+        else:
+            assert counts[str(number)].joint >= 6
+
+
 @pytest.mark.parametrize(
     "name", ["LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration", "SmolVLMForConditionalGeneration", QWEN]
 )
