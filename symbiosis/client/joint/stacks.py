@@ -86,6 +86,10 @@ class Stack:
         """Have a slot free as soon as nothing but these matrices refers to its memory."""
         self._left[slot] = matrices
 
+    def places(self, slot: int) -> list[int]:
+        """Return where a slot's matrices lie. Those of a parameter move to other memory if a client shares it."""
+        return [matrices.all[slot].data_ptr() for matrices in (self._a, self._b)]
+
     def transposed(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A [S, i, r] and B [S, r, o] of the first slots."""
         return self._a.all[:used].transpose(1, 2), self._b.all[:used].transpose(1, 2)
@@ -105,7 +109,7 @@ class Slot(NamedTuple):
         """Return whether these are the parameters in this slot."""
         if a is not self.a or b is not self.b or not self.stack.has_shapes(a, b):
             return False
-        return [a.data_ptr(), b.data_ptr()] == [matrix.data_ptr() for matrix in self.matrices]
+        return [a.data_ptr(), b.data_ptr()] == self.stack.places(self.number)
 
     def is_referred_to(self) -> bool:
         """Return whether other tensors than the parameters have their memory."""
@@ -116,8 +120,8 @@ class Slot(NamedTuple):
 
     def give_back(self) -> None:
         """Give the client its parameters back, as tensors of its own."""
-        for parameter, matrix in zip((self.a, self.b), self.matrices, strict=True):
-            if parameter.data_ptr() == matrix.data_ptr():
+        for parameter, place in zip((self.a, self.b), self.stack.places(self.number), strict=True):
+            if parameter.data_ptr() == place:
                 parameter.data = parameter.data.clone()
         self.stack.give_back(self.number, self.matrices)
 
@@ -140,8 +144,9 @@ class Stacks:
             adapters: A and B of its active adapters by layer.
 
         Returns:
-            The slots by layer. Parameters whose memory has other users get none. And slots of other parameters, to
-            which other tensors of the client refer: they stay, so that these tensors have the parameters' values still.
+            The slots by layer. Parameters whose memory has other users, or may have some in other processes, get none.
+            And slots of other parameters, to which other tensors of the client refer: they stay, so that these tensors
+            have the parameters' values still.
         """
         names = {id(a): name for name, (a, _) in adapters.items()}
         kept: dict[str, Slot] = {}
@@ -157,7 +162,7 @@ class Stacks:
         found = kept | {
             name: self._stack(name, a, b).take(a, b)
             for name, (a, b) in adapters.items()
-            if name not in kept and not has_other_users(a) and not has_other_users(b)
+            if name not in kept and not any(map(has_other_users, (a, b))) and not any(map(_is_shared, (a, b)))
         }
         return found, parked
 
@@ -225,6 +230,11 @@ def has_other_users(tensor: torch.Tensor, known: int = 1) -> bool:
     """Return whether tensors besides this one, or besides so many that are known, have its memory: an entry of a state
     dict, the flat buffer of an optimizer, or a matrix that autograd keeps."""
     return _users(tensor) > _USERS_OF_ONE + known - 1
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """Return whether other processes may have a tensor's memory. Of a GPU's memory, torch says so always."""
+    return tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
 
 
 def _users(tensor: torch.Tensor) -> float:

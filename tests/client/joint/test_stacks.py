@@ -7,6 +7,7 @@ import contextlib
 import copy
 import io
 
+import pytest
 import torch
 
 from symbiosis import Executor
@@ -89,6 +90,31 @@ async def test_memory_of_an_adapter_that_something_else_refers_to_is_not_moved()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.zero_()
+    assert_equal(out, model.generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_parameters_in_shared_memory_stay_there(when: str) -> None:
+    """Another process may have them. Optimizer steps of either process take effect."""
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    async with Executor(base) as executor, executor.client(lora(), seed=0) as first, executor.client(lora()) as second:
+        await ready(executor, [first, second] if when == "after" else [])
+        parameters = [p for p in first.model.parameters() if p.requires_grad]
+        for p in parameters:
+            p.share_memory_()
+        places = [p.data_ptr() for p in parameters]
+        await ready(executor, [first, second])
+        for p in parameters:
+            p.data.mul_(1.5)
+        out, _ = await asyncio.gather(generate(first), generate(second))
+        assert [p.data_ptr() for p in parameters] == places
+        assert executor.statistics().clients[first.name].joint >= 10
+    assert all(p.is_shared() for p in parameters)
+    model = plain(plain_base, lora(), 0)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data.mul_(1.5)
     assert_equal(out, model.generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS))
 
 
