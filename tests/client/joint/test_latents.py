@@ -82,6 +82,24 @@ async def test_each_tenant_gets_what_plain_peft_gives(name: str, mode: str) -> N
             assert_equal(out, model.generate(**inputs(number), max_new_tokens=10, **OPTIONS))
 
 
+async def test_a_base_model_with_eager_attention() -> None:
+    """Its function is looked up in the module of the class of the attention."""
+    base = model_of("DeepseekV3ForCausalLM")
+    base.set_attn_implementation("eager")
+    plain_base = copy.deepcopy(base)
+    config = lora(target_modules=targets_of(base))
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        clients = await opened(executor, stack, [config] * 2)
+        await ready(executor, clients)
+        outs = await asyncio.gather(*map(generate, clients))
+        counts = executor.statistics().clients
+    for number, out in enumerate(outs):
+        assert counts[str(number)].joint >= 9, counts[str(number)].alone
+        model = plain(plain_base, config, number)
+        with torch.no_grad():
+            assert_equal(out, model.generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS))
+
+
 class Parts(NoLockstep):
     """A policy that serves requests in order, and records the parts of requests of joint walks."""
 
