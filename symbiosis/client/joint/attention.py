@@ -202,7 +202,7 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
                 "kv_length": kv_length,
                 "kv_offset": kv_offset,
                 "q_offset": cache.get_query_offset(layer),
-                "attention_mask": None if mask is None else mask.to(torch.bool),
+                "attention_mask": None if mask is None else mask.to(given["device"], torch.bool),
             }
             masks.append(self.for_client(place, make, **own))
         return None if all(mask is None for mask in masks) else _Masks(masks)
