@@ -296,6 +296,7 @@ def training_arguments(output: Path, tested: bool, options: dict[str, Any]) -> T
     option = f"--schedule {options['lr_scheduler_type']}"
     try:
         arguments = _arguments(output, tested, options)
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # on several GPUs, Trainer would copy the model to each
         get_scheduler(arguments.lr_scheduler_type, AdamW([torch.zeros(1)]), num_warmup_steps=0, num_training_steps=1)
         option = "--log-to"
         for logger in get_reporting_integration_callbacks(arguments.report_to):

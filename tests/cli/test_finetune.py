@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq
 
 from symbiosis.cli import finetune
 from symbiosis.cli.data import Data, PromptFormat
+from symbiosis.cli.training import training_arguments
 from tests.cli.runs import COLOURS, log_of, options
 from tests.helpers import command
 from tests.service import Service
@@ -334,3 +335,10 @@ def test_wrong_peft_files(data: Path, tmp_path: Path, content: str) -> None:
     )
     assert done.exit_code == 1
     assert f"--peft {tmp_path / 'peft.json'}" in done.stderr.replace("\n", "")
+
+
+def test_one_gpu_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer would copy the model to each."""
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: self._n_gpu or 2))
+    options = {"num_train_epochs": 1, "lr_scheduler_type": "linear", "report_to": []}
+    assert training_arguments(tmp_path, False, options).n_gpu == 1
