@@ -341,7 +341,7 @@ def _with_adapter(base: Any, folder: Path) -> Any:
     Raises:
         UsageError: the folder has no adapter, or one for another model.
     """
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
 
     if not any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
         raise UsageError(f"--adapter {folder}: there are no weights in it (adapter_model.safetensors)")
@@ -349,7 +349,11 @@ def _with_adapter(base: Any, folder: Path) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
             warnings.filterwarnings("ignore", "The following rank_pattern keys")  # PEFT says so of each AdaLoRA
-            return PeftModel.from_pretrained(base, str(folder))
+            model = PeftModel.from_pretrained(base, str(folder))
+            weights = load_peft_weights(str(folder), device="cpu")
+            others = {*weights} - {*get_peft_model_state_dict(model, save_embedding_layers=True)}
+            if others and model.active_peft_config.peft_type == "LORA":  # PEFT has perhaps renamed its tensors
+                others = {*model.load_adapter(str(folder), model.active_adapter).unexpected_keys}
     except SymbiosisError:
         raise
     except Exception as error:  # PEFT, safetensors and json raise various errors for a broken file
@@ -357,3 +361,9 @@ def _with_adapter(base: Any, folder: Path) -> Any:
         raise UsageError(
             f"--adapter {folder}: cannot be loaded onto this model ({type(error).__name__}: {reason})"
         ) from error
+    if others:
+        raise UsageError(
+            f"--adapter {folder}: it is of another model; this one has no place for {len(others)} of its tensors, such "
+            f"as {min(others)}"
+        )
+    return model

@@ -47,15 +47,22 @@ def test_an_adapter_answers_as_it_has_learned(service: Service, adapter: Path, c
     assert tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True) == "green"
 
 
-def test_an_adapter_of_a_deeper_model_is_refused(service: Service, adapter: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kept", "complaint"),
+    [(False, "cannot be loaded onto this model"), (True, "no place for 14 of its tensors, such as base_model.model.")],
+    ids=["other-layers", "more-layers"],
+)
+def test_an_adapter_of_another_model_is_refused(
+    service: Service, adapter: Path, tmp_path: Path, kept: bool, complaint: str
+) -> None:
     other = shutil.copytree(adapter, tmp_path / "other")
     tensors = load_file(adapter / "adapter_model.safetensors")
-    renamed = {name.replace("layers.1.", "layers.7."): tensor for name, tensor in tensors.items()}
+    renamed = {name.replace("layers.1.", "layers.7."): tensor.clone() for name, tensor in tensors.items()}
     assert renamed.keys() != tensors.keys()
-    save_file(renamed, other / "adapter_model.safetensors")
+    save_file({**(tensors if kept else {}), **renamed}, other / "adapter_model.safetensors")
     done = command("generate", service.address, "--adapter", str(other), "--prompt", "thing 1")
     assert done.exit_code == 1
-    assert "cannot be loaded onto this model" in " ".join(done.stderr.split())
+    assert complaint in " ".join(done.stderr.split())
 
 
 def test_many_prompts_go_to_a_file(service: Service, adapter: Path, tmp_path: Path) -> None:
