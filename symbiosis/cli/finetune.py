@@ -199,7 +199,7 @@ def _trainer_options(options: Mapping[str, Any]) -> dict[str, Any]:
         "lr_scheduler_type": "constant_with_warmup" if schedule == "constant" and options["warmup"] else schedule,
         "num_train_epochs": options["epochs"],
         "max_steps": options["steps"] or -1,
-        "per_device_eval_batch_size": options["batch"],
+        "per_device_eval_batch_size": 1 if options["window"] else options["batch"],  # a window is to save memory
         "save_steps": options["every"],
         "eval_steps": options["every"],
         "report_to": list(dict.fromkeys(options["log_to"] or [])),

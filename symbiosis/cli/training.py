@@ -332,6 +332,9 @@ class _Trainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         super().__init__(**options)
         self._window = window
         self._form = form
+        rows = [one["labels"] for one in self.eval_dataset or []]
+        self._in_example = sum(label != IGNORED for row in rows for label in row[1:]) / max(len(rows), 1)
+        """Mean number of tokens in the loss of an example for validation."""
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
@@ -345,6 +348,12 @@ class _Trainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         model.train()
         total = backward_in_windows(model, self._prepare_inputs(inputs), self._window)
         return torch.tensor(total, device=self.args.device)
+
+    def prediction_step(self, model: Any, inputs: Any, *others: Any, **options: Any) -> tuple[Any, Any, Any]:
+        """Return the loss of a validation batch, with a weight that makes the mean over examples one over tokens."""
+        loss, logits, labels = super().prediction_step(model, inputs, *others, **options)
+        counted = (inputs["labels"][:, 1:] != IGNORED).sum() / len(inputs["labels"])
+        return loss * counted / self._in_example, logits, labels
 
     def save_checkpoint(self, random: _Random) -> None:
         """Save a checkpoint of the last whole step, with the state that the random numbers had after it."""

@@ -17,9 +17,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
-from symbiosis.cli import finetune
-from symbiosis.cli.data import Data, PromptFormat
-from symbiosis.cli.training import training_arguments
+from symbiosis.cli import finetune, training
+from symbiosis.cli.data import Data, PromptFormat, tokenize
 from tests.cli.runs import COLOURS, log_of, options
 from tests.helpers import command
 from tests.service import Service
@@ -172,6 +171,38 @@ def test_the_best_checkpoint_becomes_the_adapter(service: Service, data: Path, t
     assert best["perplexity"] == pytest.approx(torch.tensor(best["loss"]).exp().item(), rel=1e-4)
     chosen = (tmp_path / "a" / f"checkpoint-{best['step']}" / "adapter_model.safetensors").read_bytes()
     assert (tmp_path / "a" / "adapter_model.safetensors").read_bytes() == chosen
+
+
+@pytest.mark.parametrize(("given", "sizes"), [((1,), [1, 1, 1]), ((2,), [2, 1]), ((2, "--window", 8), [1, 1, 1])])
+def test_the_validation_loss_is_the_mean_over_tokens(
+    service: Service,
+    data: Path,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: tuple[Any, ...],
+    sizes: list[int],
+) -> None:
+    tests = [{"prompt": "thing", "completion": "red" * count} for count in (1, 30, 2)]
+    (tmp_path / "tests.jsonl").write_text("\n".join(map(json.dumps, tests)), encoding="utf-8")
+    batches = []
+
+    def padded(pad: int, rows: list[Any], join: Any = training._padded) -> Any:
+        batches.append(len(rows))
+        return join(pad, rows)
+
+    monkeypatch.setattr(training, "_padded", padded)
+    more = "--validation", tmp_path / "tests.jsonl", "--steps", 1, "--learning-rate", 0, "--batch", *given
+    done = command(*options(service, data, tmp_path / "a", *more))
+    assert done.exit_code == 0, done.stderr
+    assert batches[-len(sizes) :] == sizes
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
+    losses = []
+    for one in tokenize(tests, AutoTokenizer.from_pretrained(checkpoint), 256, "").examples:
+        logits = model(torch.tensor([one["input_ids"]])).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(one["labels"][1:]), reduction="none"))
+    together = torch.cat(losses)
+    assert log_of(tmp_path / "a")[1]["eval_loss"] == pytest.approx(together[together > 0].mean().item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("content", [{"bias": "foo"}, {"rank_pattern": 3}, {"r": 4_000_000_000}])
@@ -341,4 +372,4 @@ def test_one_gpu_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Trainer would copy the model to each."""
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: self._n_gpu or 2))
     options = {"num_train_epochs": 1, "lr_scheduler_type": "linear", "report_to": []}
-    assert training_arguments(tmp_path, False, options).n_gpu == 1
+    assert training.training_arguments(tmp_path, False, options).n_gpu == 1
