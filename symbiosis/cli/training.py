@@ -19,6 +19,7 @@ from peft import get_peft_model
 from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     EarlyStoppingCallback,
     Trainer,
@@ -405,13 +406,18 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
         self._file = output / LOG_FILE
         self._note = ""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, lr_scheduler: Any = None, **others: Any
+    ) -> None:
         state.save_steps, state.eval_steps = args.save_steps, args.eval_steps  # not those of the checkpoint
         if self.planned not in (0, state.max_steps):
             console(stderr=True).print(
                 f"the run was to have {self.planned} steps and now has {state.max_steps}; from here on, the learning "
                 "rate is that of the new number"
             )
+            if isinstance(lr_scheduler, LambdaLR):  # the checkpoint has the rate of the old number for the next step
+                lr_scheduler.last_epoch -= 1
+                lr_scheduler.step()
         if args.warmup_steps >= state.max_steps:
             console(stderr=True).print("the learning rate rises to the end: --warmup takes all steps")
         config = model.active_peft_config

@@ -105,6 +105,17 @@ def test_a_resumed_run_has_the_steps_of_its_epochs(service: Service, data: Path,
     assert halted == pytest.approx(whole, rel=1e-5)
 
 
+def test_the_rate_of_a_longer_run_is_that_of_its_schedule_from_the_first_step_on(
+    service: Service, data: Path, tmp_path: Path
+) -> None:
+    given = options(service, data, tmp_path / "a", "--schedule", "linear", "--steps")
+    assert command(*given, "2").exit_code == 0
+    done = command(*given, "5", "--resume")
+    assert done.exit_code == 0, done.stderr
+    rates = [entry["learning_rate"] for entry in log_of(tmp_path / "a") if "loss" in entry]
+    assert rates == pytest.approx([0.02, 0.01, 0.012, 0.008, 0.004])
+
+
 def test_a_run_that_has_ended_gets_no_step_more(service: Service, data: Path, tmp_path: Path) -> None:
     """The epoch of its checkpoint, 1 + 9 / 25, is below 1.36 in floating point."""
     with data.open("a", encoding="utf-8") as file:
