@@ -149,7 +149,7 @@ def finetune(
         assert data is not None
         tests = validation if others is None else _hash(others)
         kept = {"peft": config.to_dict(), "data": _hash(records), "validation": tests, "sequence": sequence}
-        kept |= {"window": window, "patience": patience, **settings}
+        kept |= {"patience": patience, **settings}
         kept = json_module.loads(json_module.dumps(kept, default=sorted))
         if resume:
             check_same(output, kept)

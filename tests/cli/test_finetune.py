@@ -116,6 +116,12 @@ def test_the_rate_of_a_longer_run_is_that_of_its_schedule_from_the_first_step_on
     assert rates == pytest.approx([0.02, 0.01, 0.012, 0.008, 0.004])
 
 
+def test_a_run_in_windows_may_go_on_without_them(service: Service, data: Path, tmp_path: Path) -> None:
+    assert command(*options(service, data, tmp_path / "a", "--steps", 1, "--window", 8)).exit_code == 0
+    done = command(*options(service, data, tmp_path / "a", "--steps", 2, "--resume"))
+    assert done.exit_code == 0, done.stderr
+
+
 def test_a_run_that_has_ended_gets_no_step_more(service: Service, data: Path, tmp_path: Path) -> None:
     """The epoch of its checkpoint, 1 + 9 / 25, is below 1.36 in floating point."""
     with data.open("a", encoding="utf-8") as file:
