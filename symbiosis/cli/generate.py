@@ -52,7 +52,7 @@ def generate(
     adapter: Annotated[Path | None, typer.Option(help="Folder of a PEFT adapter.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 128,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the likeliest token.")
+        float, typer.Option(min=0, help="Sampling temperature; 0 takes the likeliest token and never samples.")
     ] = 0.0,
     top_p: Annotated[
         float | None,
@@ -80,7 +80,8 @@ def generate(
 ) -> None:
     """Generate text on a base model that another process serves, and print tokens as they arrive.
 
-    Prompts are made as `symbiosis finetune` made them for the adapter.
+    Prompts are made as `symbiosis finetune` made them for the adapter. The model's own generation settings, such as a
+    repetition penalty, apply too. Without --top-p and --top-k they say what to sample from; top-k is otherwise 50.
 
     Example: symbiosis generate shm:///run/symbiosis.sock --adapter adapters/alice --prompt "The quick brown fox"
     """

@@ -124,6 +124,25 @@ def test_what_is_printed_ends_before_a_stop_string(parts: list[str], shown: str,
     assert capsys.readouterr().out == f"{shown}\n"
 
 
+def test_settings_of_the_model_apply_except_those_of_sampling(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def text(**settings: Any) -> str:
+        monkeypatch.setattr(generate, "check_decoder", lambda base: base.generation_config.update(**settings))
+        done = command("generate", service.address, "--prompt", "thing", "--max-new-tokens", "12", *given)
+        assert done.exit_code == 0, done.stderr
+        return done.stdout
+
+    given: list[str] = []
+    greedy = text()
+    assert greedy == text(do_sample=True, temperature=50.0, top_p=0.9, top_k=90)
+    assert greedy != text(repetition_penalty=0.01)
+    given = ["--temperature", "50"]
+    assert greedy == text(top_k=1)
+    assert greedy == text(top_p=1e-6)
+    assert greedy != text()
+
+
 def test_texts_go_to_standard_output_as_json_lines(service: Service) -> None:
     done = command("generate", service.address, "--prompt", "thing", "--max-new-tokens", "2", "--output", "-")
     assert done.exit_code == 0, done.stderr
