@@ -73,7 +73,9 @@ class PromptFormat:
             return chat_prompt(tokenizer, [{"role": "user", "content": prompt}])
         elif self.name == "pairs":
             prompt += "" if prompt[-1:].isspace() else self.separator
-        elif not self.name:
+        elif self.name == "text":
+            return [*_own_beginning(tokenizer), *encode(tokenizer, prompt)]
+        else:
             return encode(tokenizer, prompt, special=True)
         return [*_beginning(tokenizer), *encode(tokenizer, prompt)]
 
@@ -423,8 +425,8 @@ def _check(place: str, record: Any, name: str) -> None:
 def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, form: PromptFormat | None = None) -> Data:
     """Return the examples of records. The loss is on completions, or on what the assistant says; of texts on all.
 
-    Pairs and texts begin with the tokenizer's first token, if it has one of its own, and end with its end token. Texts
-    are joined, and cut into sequences.
+    Pairs begin with the beginning token, if there is one besides the end token, and texts do if the tokenizer puts it
+    there by itself. Both end with the end token. Texts are joined, and cut into sequences.
 
     Prompts of validation data are made as those of the training data, whose format is ``form``.
 
@@ -437,7 +439,7 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, fo
     separator = "" if name != "pairs" or all(one["completion"][:1].isspace() for one in records) else "\n"
     data = Data(form or PromptFormat(name, separator))
     if name == "text":
-        texts = [[*_beginning(tokenizer), *encode(tokenizer, one["text"]), *_end(tokenizer)] for one in records]
+        texts = [[*_own_beginning(tokenizer), *encode(tokenizer, one["text"]), *_end(tokenizer)] for one in records]
         ids = list(chain.from_iterable(texts))
         for start in range(0, len(ids), length):
             part = ids[start : start + length]
@@ -470,6 +472,12 @@ def _completed(form: PromptFormat, tokenizer: Any, record: Record) -> tuple[list
 
 def _beginning(tokenizer: Any) -> list[int]:
     return [] if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else [tokenizer.bos_token_id]
+
+
+def _own_beginning(tokenizer: Any) -> list[int]:
+    """Return the beginning token if the tokenizer puts it before a text by itself."""
+    first = encode(tokenizer, "a", special=True)[:1]
+    return first if first == [tokenizer.bos_token_id] else []
 
 
 def _end(tokenizer: Any) -> list[int]:

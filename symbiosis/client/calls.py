@@ -18,6 +18,8 @@ from symbiosis.client.parameters import explain_training
 
 _SEAT, _KINDS = "_symbiosis_seat", "_symbiosis_kinds"
 """Attributes of a client's model. Models inside it have the kinds only."""
+_PLAIN = "_symbiosis_plain"
+"""Attribute of the class of a model whose calls are noted."""
 
 
 def enter(model: Any, kinds: Kinds, seat: Any = None) -> None:
@@ -38,6 +40,12 @@ def _note(model: Any, kinds: Kinds, outer: bool) -> None:
     cls: Any = type(model)
     model.__class__ = _noting(cls, outer)
     model.__dict__[_KINDS] = kinds
+
+
+def plain_class(cls: type[Any]) -> type[Any]:
+    """Return the class that a model had before its calls were noted."""
+    plain: type[Any] = cls.__dict__.get(_PLAIN, cls)
+    return plain
 
 
 def leave(model: Any) -> None:
@@ -77,7 +85,7 @@ def _noting(cls: Any, outer: bool) -> type[Any]:
         state, *more = super(cls, self).__reduce_ex__(protocol)[2:]
         return _new, (cls, outer, kept), {name: value for name, value in state.items() if name != _SEAT}, *more
 
-    members = {"forward": forward, "__reduce_ex__": reduce}
+    members = {"forward": forward, "__reduce_ex__": reduce, _PLAIN: cls}
     return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 

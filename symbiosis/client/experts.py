@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from symbiosis.client.requester import Requester
-from symbiosis.client.virtlayer import is_missing, known, uncompiled
+from symbiosis.client.virtlayer import is_compiled, is_missing, known, uncompiled
 from symbiosis.client.virtmodule import VirtModule, virtualize
 from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.core.terms import Kind
@@ -54,7 +54,7 @@ class VirtExperts(VirtModule):
         return "parametrizations" not in self._modules and super()._is_untouched()
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if is_compiled():
             return uncompiled(self, *args, **kwargs)
         if self._requester.masked or not self._is_untouched():
             self._check_can_run_here()

@@ -245,7 +245,7 @@ class _VirtLinear(VirtLayer):
         self.register_parameter("bias", shared.get(id(bias)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if is_compiled():
             return uncompiled(self, x)
         if self._own_weight() is not None:
             return super().forward(x)  # type: ignore[no-any-return]
@@ -316,6 +316,12 @@ class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]
     """Stands for a transformers ``Conv1D``: [..., i] → [..., o]."""
 
     _names_of_sizes = ("nx", "nf")
+
+
+def is_compiled() -> bool:
+    """Return whether the caller's code is being compiled or exported. ``torch.compiler.is_compiling`` is True on all
+    threads while one of them compiles."""
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
 
 
 @_disable_dynamo  # torch.compiler.disable would import the compiler here, which takes a second

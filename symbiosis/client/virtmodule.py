@@ -10,7 +10,7 @@ from torch import nn
 
 from symbiosis.client.parameters import SharedParameter
 from symbiosis.client.requester import Requester
-from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear, is_missing, uncompiled
+from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear, is_compiled, is_missing, uncompiled
 from symbiosis.core.requests import LayerSpec, Pass
 from symbiosis.errors import PlaceholderError, PrivacyError
 
@@ -63,7 +63,7 @@ class VirtModule(VirtLayer):
         return not (self.training and any(m.p > 0 for m in self._dropouts))
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if is_compiled():
             return uncompiled(self, x, *args, **kwargs)
         if self._requester.masked or args or kwargs or not self._is_untouched():
             self._check_can_run_here()

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow
 import pytest
 from pyarrow.parquet import write_table
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from symbiosis.cli.chats import IGNORED, chat_prompt
@@ -546,10 +546,19 @@ def test_records_without_a_loss_are_skipped_and_counted() -> None:
         tokenize([{"messages": CHAT}], tokenizer, 20, "chat")
 
 
-def test_texts_are_joined_and_divided_without_loss() -> None:
-    data = tokenize([{"text": "abcdefg"}, {"text": "hij"}], TOKENIZER, 4, "text")
-    assert [texts(one)[0] for one in data.examples] == ["<begin>abc", "defg", "<end><begin>hi", "j<end>"]
+@pytest.mark.parametrize(
+    ("adds", "expected"),
+    [(False, ["abcd", "efg<end>", "hij<end>"]), (True, ["<begin>abc", "defg", "<end><begin>hi", "j<end>"])],
+)
+def test_texts_are_joined_and_divided_without_loss(adds: bool, expected: list[str]) -> None:
+    tokenizer = chat_tokenizer()
+    if adds:
+        template = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", 1)])
+        tokenizer.backend_tokenizer.post_processor = template
+    data = tokenize([{"text": "abcdefg"}, {"text": "hij"}], tokenizer, 4, "text")
+    assert [texts(one)[0] for one in data.examples] == expected
     assert data.cut == 0
+    assert data.format.prompt(tokenizer, {"prompt": "ab"}) == data.examples[0]["input_ids"][: 2 + adds]
 
 
 @pytest.mark.parametrize(

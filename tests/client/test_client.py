@@ -537,3 +537,12 @@ def test_a_model_whose_forward_was_replaced_by_a_function() -> None:
         SplitError, match=r"forward of model\.layers\.1 \(LlamaDecoderLayer\) was replaced by a function"
     ):
         symbiosis.Executor(model)
+
+
+async def test_a_thread_while_another_model_is_compiled(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch says on all threads that it compiles."""
+    expected = base(input_ids=IDS).logits
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+        logits = (await client.run(torch.no_grad()(client.model), input_ids=IDS)).logits
+    assert torch.equal(logits, expected)

@@ -339,6 +339,7 @@ async def test_compiled_code() -> None:
     notes = Notes()
     async with symbiosis.Executor(tiny_model("llama"), policy=notes) as executor, executor.client() as client:
         torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
         compiled = torch.compile(client.model, backend="eager")
         await client.run(torch.no_grad()(compiled), input_ids=IDS, logits_to_keep=1)
         assert torch._dynamo.utils.counters["frames"]["ok"], "nothing was compiled"

@@ -34,6 +34,7 @@ from symbiosis.client.joint.turn import Turn
 from symbiosis.client.kinds import Kinds
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
+from symbiosis.client.virtlayer import is_compiled
 from symbiosis.client.waiting import ClientThread, LoopWaiter
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
@@ -111,7 +112,7 @@ class Seat:
 
     def forward(self, walk_alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output for a call, from a joint walk or from the client's own."""
-        if torch.compiler.is_compiling():
+        if is_compiled():
             return walk_alone(*args, **kwargs)
         decoder = self._decoder
         inputs, fiber = one_token(self._model, args, kwargs), current_fiber()

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
+from symbiosis.client.calls import plain_class
 from symbiosis.client.joint.stacks import parameters_of
 from symbiosis.client.joint.tuners import (
     WalksAloneError,
@@ -359,6 +360,7 @@ def _has_effect(hooks: Mapping[int, Any]) -> bool:
 
 def _alike(one: type[Any], reference: type[Any]) -> bool:
     """Return whether a module's class is the skeleton's, which the joint model extends."""
+    one = plain_class(one)
     return issubclass(reference, one) or (issubclass(one, VirtModule) and one.__bases__ == reference.__bases__)
 
 

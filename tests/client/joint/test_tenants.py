@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from symbiosis import Executor
+from symbiosis.testing.zoo import random_model
 from tests.client.joint.common import (
     OPTIONS,
     TARGETS,
@@ -203,3 +205,33 @@ async def test_positions_are_the_usual_ones_although_last_bits_differ() -> None:
             await asyncio.gather(*(client.run(decode, client.model) for client in (a, b)))
         counts = executor.statistics().clients
     assert all(counts[name].joint >= 19 for name in "ab"), counts
+
+
+class Outer(PreTrainedModel, GenerationMixin):
+    """A model that gives each of its calls to a language model inside."""
+
+    config_class = LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.language_model = LlamaForCausalLM(config)
+        self.post_init()
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        return self.language_model(input_ids, **options)
+
+
+async def test_a_language_model_inside_a_model() -> None:
+    base = random_model(Outer, model_of("llama").config)
+    base.generation_config.eos_token_id = None
+    plain_base = copy.deepcopy(base)
+    config = lora(target_modules=["q_proj", "v_proj"])
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(executor.client(config, seed=number)) for number in range(2)]
+        await ready(executor, clients)
+        outs = await asyncio.gather(*map(generate, clients))
+        assert all(executor.statistics().clients[client.name].joint >= 8 for client in clients)
+    for number, out in enumerate(outs):
+        model = plain(plain_base, config, number)
+        assert_equal(out, model.generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS))
