@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from symbiosis import Executor
+from symbiosis.client.fibers import current_fiber
 from symbiosis.testing.zoo import random_model
 from tests.client.joint.common import (
     OPTIONS,
@@ -235,3 +236,18 @@ async def test_a_language_model_inside_a_model() -> None:
     for number, out in enumerate(outs):
         model = plain(plain_base, config, number)
         assert_equal(out, model.generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS))
+
+
+async def test_no_task_begins_in_a_fiber() -> None:
+    """A loop with eager tasks, which came with Python 3.12, would run it there."""
+    fibers: list[object] = []
+
+    def factory(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        fibers.append(current_fiber())
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    asyncio.get_running_loop().set_task_factory(factory)
+    async with some_clients(2) as (_, clients):
+        await asyncio.gather(*map(generate, clients))
+    assert fibers
+    assert all(fiber is None for fiber in fibers)
