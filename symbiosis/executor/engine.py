@@ -171,15 +171,15 @@ class Engine:
         began = now()
         with self._lock:
             self.scheduler.walk_began(client, began)
-        if self.timeline is not None:
-            self.timeline.walk_began(client, began)
+        if (timeline := self.timeline) is not None:
+            timeline.walk_began(client, began)
 
     def end_walk(self, client: str) -> None:
         """Note that a client is idle."""
         with self._lock:
             self.scheduler.walk_ended(client)
-        if self.timeline is not None:
-            self.timeline.walk_ended(client, now())
+        if (timeline := self.timeline) is not None:
+            timeline.walk_ended(client, now())
         self._pump_soon()
 
     def may_join(self, client: str) -> bool:
@@ -247,8 +247,11 @@ class Engine:
         clock = self.device_clock
         if clock is None or clock.ahead_s <= AHEAD_S:
             return False
-        with self._lock:
-            self._read_clock(clock)
+        try:
+            with self._lock:
+                self._read_clock(clock)
+        except RuntimeError:  # the device has failed, and so will the next batch, whose clients are told
+            return False
         return clock.ahead_s > AHEAD_S
 
     def _read_clock(self, clock: DeviceClock) -> None:
@@ -341,13 +344,14 @@ class Engine:
                 loop, batch, partial(self.runner.run, batch, calls), partial(self._ran_aside, batch, started)
             )
             return
-        began = None if clock is None else clock.mark()
         try:
+            began = None if clock is None else clock.mark()
             self.runner.run(batch, calls)
-        except Exception as cause:  # noqa: BLE001 (any error of a layer is reported to the clients of the batch)
+            answered = self._completed(batch, started, now(), began)
+        except Exception as cause:  # noqa: BLE001 (an error of a layer or of the device goes to the batch's clients)
             self._answer_failed(batch, cause)
         else:
-            self._answer(self._completed(batch, started, now(), began))
+            self._answer(answered)
 
     def _ran_aside(self, batch: Batch, started: float, ended: float, cause: BaseException | None) -> None:
         """Answer the calls of a batch that has run on the other thread."""
@@ -390,14 +394,14 @@ class Engine:
         """
         self._keep_unpacked(batch.key)
         started, clock = now(), self.device_clock
-        began = None if clock is None else clock.mark()
         try:
+            began = None if clock is None else clock.mark()
             results = self.runner.run_alone(call)
+            self._completed(batch, started, now(), began, count_later=answer_first and self.timeline is None)
         except ShardLostError:
             raise
         except Exception as cause:
             raise self._failed(batch, cause) from cause
-        self._completed(batch, started, now(), began, count_later=answer_first and self.timeline is None)
         return results
 
     def _completed(
@@ -432,8 +436,8 @@ class Engine:
             self._aside.pace.learn(batch.key, batch.rows, ended - started)
         with self._lock:
             self.counters.count(batch, answered, started, ended, beside)
-        if self.timeline is not None:
-            self.timeline.ran(batch, answered, started, ended)
+        if (timeline := self.timeline) is not None:  # another thread may end the recording now
+            timeline.ran(batch, answered, started, ended)
 
     def _failed(self, batch: Batch, cause: BaseException) -> LayerError:
         """Cancel the requests of a batch whose base layer has failed, and return the error for its clients."""

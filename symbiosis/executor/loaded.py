@@ -42,7 +42,10 @@ class Loaded:
         if not isinstance(model, nn.Module):
             raise UsageError(f"model is {model!r}, not a module; for a folder or hub id use Executor.from_pretrained")
         dtype = dtype_of(dtype)
-        return cls(model if dtype is None else model.to(dtype), device)
+        try:
+            return cls(model if dtype is None else model.to(dtype), device)
+        except ValueError as error:  # transformers converts no quantized model
+            raise UsageError(f"dtype is {dtype}, but the model cannot be converted: {error}") from error
 
     @classmethod
     def from_pretrained(

@@ -151,6 +151,7 @@ def pack(model: nn.Module, modules: Iterable[nn.Module]) -> int:
         module
         for module in modules
         if isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward  # another one would unpack the weight for each product
         and type(module.weight) is nn.Parameter
         and users[id(module.weight)] == 1
         and module.weight.device.type == "cpu"

@@ -40,13 +40,14 @@ def part_of(layer: BaseLayer, rank: int, count: int, device: torch.device, dtype
     """Return part ``rank`` of ``count`` of a base layer, on a device and in a precision.
 
     Raises:
-        SplitError: the layer cannot be cut, or has fewer outputs or experts than there are parts.
+        SplitError: the layer cannot be cut, or has fewer experts, or inputs and outputs, than there are parts. A gate
+            with one output is in one part, and the others are empty.
     """
     spec, module = layer.spec, copy.copy(layer.module)
     size = spec.experts or spec.out_features
     cut = range_of(size, rank, count)
     whole = f"{spec.name} ({type(module).__name__})"
-    if size < count:
+    if size < count and (spec.experts or spec.in_features < count):
         what = "experts" if spec.experts else "outputs"
         raise SplitError(f"{whole} cannot be divided into {count} parts: it has {size} {what}; use fewer shards")
     module._parameters = {}

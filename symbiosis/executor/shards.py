@@ -106,29 +106,34 @@ class Shards:
                 under_way += group.order(rank, header_of(key, rows), call)
             under_way += [group.receive(*one) for one in to_receive]  # NCCL's operations run in this order
         except RuntimeError as error:
-            raise self._lose(self._reason(error)) from error
+            raise self._lose(self._reason(error, None)) from error
         try:
             own = run_parts(self._parts, key, cut.call(key, tensors, 0))
         except Exception as error:  # noqa: BLE001 (raised when the others have answered)
             own = error
+        failed, rank = [], others[0]
         try:
-            failed = [rank for rank, answer in zip(others, answers, strict=True) if not answer.wait()]
+            for rank, answer in zip(others, answers, strict=True):
+                if not answer.wait():
+                    failed.append(rank)
             for work in under_way:
                 group.finish(work)
         except RuntimeError as error:
-            raise self._lose(self._reason(error)) from error
+            raise self._lose(self._reason(error, rank)) from error
         if isinstance(own, Exception):
             raise own
         if failed:
             raise RuntimeError(f"shard {failed[0]} of {group.count} did not compute its part; its log says why")
         return cut.together(key, [own, *parts])
 
-    def _reason(self, error: RuntimeError) -> str:
+    def _reason(self, error: RuntimeError, waited_for: int | None) -> str:
+        """Return why a batch has no results, given the shard that was waited for."""
         for rank, process in self._processes.items():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
                 return ended(rank, self._group.count, process)
-        return f"a shard cannot be reached any more: {str(error).partition(chr(10))[0][:200]}"
+        which = "a shard" if waited_for is None else f"shard {waited_for} of {self._group.count}"
+        return f"{which} cannot be reached any more: {str(error).partition(chr(10))[0][:200]}"
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         process.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -76,8 +77,8 @@ class SplitModel:
         dtype: torch.dtype | None = None,
     ) -> None:
         divided = layers is not None or shard is not None
-        if not divided and (device, dtype) != (None, None):
-            model = model.to(device=device, dtype=dtype)
+        if not divided:
+            model = _moved(model, device, dtype)
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) != 1 or torch.device("meta") in devices:
             found = ", ".join(sorted(map(str, devices))) or "none at all"
@@ -232,8 +233,7 @@ class SplitModel:
     def _table(self, names: Sequence[str], *, skip: bool) -> list[BaseLayer]:
         """Return the base layers of these names. With ``skip``, leave out modules that cannot be base layers."""
         layers: list[BaseLayer] = []
-        plain = (p for p in self.model.parameters() if type(p) is nn.Parameter and p.is_floating_point())
-        dtype = next((parameter.dtype for parameter in plain), None)
+        dtype = _precision(self.model)
         config: Any = getattr(self.model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         for name in names:
@@ -271,6 +271,26 @@ class SplitModel:
     def resident(self) -> Resident:
         """Return the model and its base layers, for clients in this process."""
         return Resident(self.model, [(layer.spec, layer.module) for layer in self.layers])
+
+
+def _moved(model: nn.Module, device: str | torch.device | None, dtype: torch.dtype | None) -> nn.Module:
+    """Return a model after its conversion, in place. What is None stays as it is: transformers refuses ``dtype=None``
+    for quantized models."""
+    wanted = {name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None}
+    try:
+        return model.to(**wanted) if wanted else model
+    except ValueError as error:
+        raise SplitError(f"the model cannot be converted to {', '.join(map(str, wanted.values()))}: {error}") from error
+
+
+def _precision(model: nn.Module) -> torch.dtype | None:
+    """Return the precision of most of a model's numbers, apart from those that are quantized; None if there are
+    none. Some models keep single tensors in another one."""
+    numbers: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if type(parameter) is nn.Parameter and parameter.is_floating_point():
+            numbers[parameter.dtype] += parameter.numel()
+    return max(numbers, key=numbers.__getitem__, default=None)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,8 +20,9 @@ from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.executor import packing
-from symbiosis.executor.packing import PackedWeight
+from symbiosis.executor.packing import PackedWeight, pack
 from symbiosis.testing import compare, run_job, run_job_plain, tiny_model
+from symbiosis.testing.zoo import zoo_model
 from tests.helpers import (
     GRADIENTS,
     IDS,
@@ -333,3 +334,11 @@ async def test_operators_that_do_not_work_are_not_used(
 
 def test_symbiosis_serve_has_a_switch() -> None:
     assert "--no-packed" in command("serve", "--help").output
+
+
+def test_layers_with_a_product_of_their_own_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Falcon's would unpack the whole weight each time."""
+    monkeypatch.setattr(packing, "LEAST", 0)
+    model = zoo_model("FalconForCausalLM")
+    assert any(isinstance(module, torch.nn.Linear) for module in model.transformer.h.modules())
+    assert not pack(model, list(model.transformer.h.modules()))

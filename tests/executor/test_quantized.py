@@ -365,3 +365,17 @@ async def test_torchaos_int4_trains_where_plain_peft_cannot(checkpoint: Path) ->
 def test_what_is_quantized() -> None:
     assert not is_quantized(nn.Linear(4, 4))
     assert not is_quantized(nn.Embedding(4, 4))
+
+
+def test_a_device_may_be_named_and_no_other_precision(checkpoint: Path) -> None:
+    assert symbiosis.Executor(load(checkpoint, "bitsandbytes NF4"), device="cpu").layers
+    with pytest.raises(UsageError, match=r"dtype is torch.float16, but the model cannot be converted"):
+        symbiosis.Executor(load(checkpoint, "bitsandbytes NF4"), dtype="float16")
+
+
+def test_rows_have_the_precision_of_most_of_the_model(checkpoint: Path) -> None:
+    """As in BLIP-2, whose first parameter stays in fp32."""
+    model = load(checkpoint, "bitsandbytes int8", dtype=torch.float16)
+    model.register_parameter("queries", torch.nn.Parameter(torch.zeros(2, 4), requires_grad=False))
+    assert next(model.parameters()).dtype is torch.float32
+    assert {spec.dtype for spec in symbiosis.Executor(model).layers} == {torch.float16}

@@ -46,6 +46,10 @@ def saved(folder: Path, name: str = "LlamaForCausalLM", **options: Any) -> tuple
         ("LlamaForCausalLM", 2, lora),
         pytest.param("GPT2LMHeadModel", 2, lambda: ia3("gpt2"), marks=pytest.mark.thorough),  # one more process each
         ("MixtralForCausalLM", 2, METHODS["prefix"]),
+        pytest.param(  # its shared expert has a gate of one output
+            *("Qwen2MoeForCausalLM", 2, lambda: lora(target_modules=["q_proj", "v_proj"])),
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             *("Qwen3MoeForCausalLM", 4, lambda: lora(target_modules=["q_proj", "v_proj"])),
             marks=pytest.mark.thorough,  # three processes more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import logging
@@ -687,3 +688,32 @@ async def test_decode_rows_do_not_tell_how_long_prompts_take(base: Any, monkeypa
         assert executor.statistics().clients[client.name].tokens["decode"] > 0
     assert 160 in learned
     assert learned.count(40) == 1  # lm_head, for the prompts' last tokens
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+async def test_a_device_that_has_failed(base: Any, clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tenants get an error, in batches of one client and from the queue, and do not wait for ever."""
+
+    def mark() -> None:
+        raise RuntimeError("device-side assert triggered")
+
+    clock = DeviceClock(torch.device("cpu"))
+    monkeypatch.setattr(clock, "mark", mark)
+    monkeypatch.setattr(clock, "done", mark)
+    async with symbiosis.Executor(base) as executor, contextlib.AsyncExitStack() as stack, asyncio.timeout(20):
+        opened = [await stack.enter_async_context(executor.client()) for _ in range(clients)]
+        executor.engine.device_clock = clock
+        for ahead_s in (0.0, 10.0):
+            monkeypatch.setattr(clock, "ahead_s", ahead_s)
+            calls = [client.forward(input_ids=IDS) for client in opened]
+            errors = await asyncio.gather(*calls, return_exceptions=True)
+            assert all(isinstance(error, LayerError) and "device-side" in str(error) for error in errors), errors
+        executor.engine.device_clock = None
+
+
+async def test_an_address_that_opens_while_the_executor_closes(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        opening = asyncio.create_task(executor.listen("tcp://127.0.0.1:0"))
+        await asyncio.sleep(0)
+    with pytest.raises(ExecutorClosedError):
+        await opening
