@@ -111,7 +111,7 @@ class _Tenants:
         await polite[0].steps(1)
         requests = executor.statistics().requests  # of one token
         executor.reset_statistics()
-        served: dict[str, list[float]] = {tenant_of(tenant.client.name): [] for tenant in everyone}
+        served: dict[str, list[float]] = {tenant_of(tenant.client.name): [0.0] for tenant in everyone}
 
         def look() -> None:
             tokens = dict.fromkeys(served, 0.0)

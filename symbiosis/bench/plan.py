@@ -166,6 +166,11 @@ def _details(fleet: Fleet, candidate: Candidate) -> Table:
     return table
 
 
+def _layers(blocks: range, last: range) -> str:
+    """Return an executor's part of a model, as ``serve --layers`` and a placement's file take it."""
+    return f"{blocks.start}-{blocks.stop - 1}{',lm_head' * (blocks == last)}"
+
+
 def _data(found: list[Candidate]) -> list[dict[str, Any]]:
     return [
         {
@@ -173,7 +178,7 @@ def _data(found: list[Candidate]) -> list[dict[str, Any]]:
             "executors": [
                 {
                     "machine": site.machine,
-                    "layers": f"{site.blocks.start}-{site.blocks.stop - 1}",
+                    "layers": _layers(site.blocks, each.placement.sites()[-1].blocks),
                     "shards": site.shards,
                 }
                 for site in each.placement.sites()

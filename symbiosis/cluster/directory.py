@@ -6,6 +6,7 @@ actor keeps no state that it cannot lose: executors report twice a second.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -75,10 +76,13 @@ def _server(host: str, port: int, lines: Any) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the name in the base class)
             pass
 
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
     until = time.monotonic() + BIND_S
     while True:
         try:
-            return ThreadingHTTPServer((host, port), Handler)
+            return Server((host, port), Handler)
         except OSError:
             if time.monotonic() > until:
                 raise

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from symbiosis.core.clients import STOPPED_S
 from symbiosis.core.requests import Request
-from symbiosis.core.terms import Kind
+from symbiosis.core.terms import Kind, tenant_of
 from symbiosis.policies.latency import Fit
 
 AIM = 0.92
@@ -97,7 +97,7 @@ class Walks:
         self._clients: OrderedDict[str, KnownClient] = OrderedDict()
         self._by_text: Heap = []  # tokens by the slack that their texts allow, plus F
         self._by_token: Heap = []  # tokens by the slack that their own SLOs allow, plus F
-        self._kept_before = self._missed_before = 0  # tokens of forgotten clients
+        self._before: dict[str, tuple[int, int]] = {}  # tokens of forgotten clients, kept and missed, by tenant
         self._last_layer = 0  # of the walks that have ended; 0 before the first one
         self._prompts: dict[str, Walk] = {}  # prompts under way, by client
         self._cost = Fit()  # time that the executor spends on a prompt, by its rows
@@ -183,10 +183,14 @@ class Walks:
         return self._queue[0][2] if self._queue else None
 
     def slo(self) -> dict[str, tuple[int, int]]:
-        """Return how many tokens of each client were made in time, and how many later, of forgotten clients under "".
-        The last token of a text is not counted: only the next one would tell when the client has made it."""
-        found = {name: (client.kept, client.missed) for name, client in self._clients.items()}
-        return {**found, "": (self._kept_before, self._missed_before)}
+        """Return how many tokens of each client were made in time, and how many later, those of forgotten clients under
+        their tenant's name, or "" if there are too many tenants. The last token of a text is not counted: only the next
+        one would tell when the client has made it."""
+        found = dict(self._before)
+        for name, client in self._clients.items():
+            kept, missed = found.get(name, (0, 0))
+            found[name] = kept + client.kept, missed + client.missed
+        return found
 
     def _client(self, name: str, request: Request) -> KnownClient:
         """Return what is known of a client. If there are too many, the one is forgotten that was silent for longest."""
@@ -199,8 +203,11 @@ class Walks:
         if len(self._clients) > _MAX_CLIENTS:
             name, forgotten = self._clients.popitem(last=False)
             self._prompts.pop(name, None)
-            self._kept_before += forgotten.kept
-            self._missed_before += forgotten.missed
+            tenant = tenant_of(name)
+            if tenant not in self._before and len(self._before) >= _MAX_CLIENTS:
+                tenant = ""
+            kept, missed = self._before.get(tenant, (0, 0))
+            self._before[tenant] = kept + forgotten.kept, missed + forgotten.missed
         return client
 
     def _begin_prompt(self, client: KnownClient, request: Request) -> Walk:

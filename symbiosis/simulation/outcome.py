@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,11 +53,12 @@ class LoadOutcome:
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """Return the value that ``part`` (0 to 1) of the values do not exceed; ``nan`` if there are none."""
+    """Return the smallest value that at least ``part`` (0 to 1) of the values do not exceed; ``nan`` if there are
+    none."""
     if not values:
         return float("nan")
-    ordered = sorted(values)
-    return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
+    rank = math.ceil(round(part * len(values), 6))
+    return sorted(values)[max(rank - 1, 0)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -55,6 +55,17 @@ def test_the_list_follows_reports(directory: DirectoryActor) -> None:
     assert get(directory, "/llama") == "tcp://c:1\ntcp://d:1\n", "another executor may have the name of one that ended"
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_a_directory_on_ipv6() -> None:
+    directory = DirectoryActor(ClusterPlan((Model("llama", ()),), host="::1", port=free_port()))
+    try:
+        directory.report(*report("llama/0/0", "tcp://a:1"))
+        with urllib.request.urlopen(f"http://[::1]:{directory.plan().port}/llama", timeout=5) as answer:
+            assert answer.read() == b"tcp://a:1\n"
+    finally:
+        directory.close()
+
+
 def test_other_requests_change_nothing(directory: DirectoryActor) -> None:
     directory.report(*report("llama/0/0", "tcp://a:1"))
     for request in (b"POST /llama HTTP/1.1\r\n\r\n", b"\x00" * 100, b"GET " + b"a" * 70_000 + b"\r\n\r\n"):

@@ -600,3 +600,14 @@ def test_tokens_count_as_kept_or_missed_by_the_mean_over_their_text() -> None:
     ask(5, Kind.PREFILL, 2.0)
     ask(6, Kind.DECODE, 3.5)  # the first token of this text took 1.5 s
     assert policy.slo()["alice"] == (3, 2)
+
+
+def test_tokens_of_forgotten_clients_count_for_their_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a tenant's counts never fall."""
+    monkeypatch.setattr("symbiosis.policies.walks._MAX_CLIENTS", 2)
+    policy = CoServing(slo_ms=100, ttft_ms=1000)
+    for number, name in enumerate(["alice/1", "alice", "alice/2", "bob/1", "carol/1", "carol/2"]):
+        for step, kind in enumerate((Kind.PREFILL, Kind.DECODE, Kind.DECODE)):
+            request = Request(3 * number + step, name, F0, 1, kind, number + 0.01 * step)
+            policy.submitted(request)
+    assert policy.slo() == {"alice": (6, 0), "bob": (2, 0), "carol/1": (2, 0), "carol/2": (2, 0)}

@@ -435,7 +435,7 @@ def test_the_command(tmp_path: Path) -> None:
     placements = {each["placement"]: each for each in data["placements"]}
     assert placements.keys() == {"one executor", "2 replicas", "2 parts"}
     assert data["simulated"] is True
-    assert placements["2 parts"]["executors"][1] == {"machine": "gpu-1", "layers": "16-31", "shards": 1}
+    assert placements["2 parts"]["executors"][1] == {"machine": "gpu-1", "layers": "16-31,lm_head", "shards": 1}
     assert placements["2 parts"]["bytes_per_token"][0]["bytes"] > 1e6
     assert all(each["rates"]["decode_per_s"] > 1 for each in placements.values())
     assert "A decoded token sends nothing over links" in found.output

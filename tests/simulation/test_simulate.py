@@ -235,6 +235,8 @@ def test_figures() -> None:
     assert found.slo_attainment == 0.5
     assert found.fairness == pytest.approx((1 + 1 / 3) ** 2 / (2 * (1 + 1 / 9)))
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    hundred = [float(number) for number in range(1, 101)]
+    assert [percentile(hundred, part) for part in (0.0, 0.07, 0.5, 0.99, 1.0)] == [1.0, 7.0, 50.0, 99.0, 100.0]
 
 
 def test_a_backward_pass_requests_siblings_one_by_one() -> None:
