@@ -118,7 +118,7 @@ class ExecutorService:
         if not address.startswith(TRUSTED) if keep_weights is None else keep_weights:
             self._check_leaving(address)
         listener = await make_transport(address, **options).listen(address, self)
-        if not self.is_open:
+        if self._closed:  # meanwhile
             await listener.close()
             raise ExecutorClosedError.of(self.address)
         self.listeners.append(listener)

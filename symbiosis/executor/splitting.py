@@ -276,7 +276,9 @@ class SplitModel:
 def _moved(model: nn.Module, device: str | torch.device | None, dtype: torch.dtype | None) -> nn.Module:
     """Return a model after its conversion, in place. What is None stays as it is: transformers refuses ``dtype=None``
     for quantized models."""
-    wanted = {name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None}
+    wanted: dict[str, Any] = {
+        name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None
+    }
     try:
         return model.to(**wanted) if wanted else model
     except ValueError as error:
