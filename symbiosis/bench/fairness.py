@@ -98,8 +98,8 @@ class _Tenants:
     async def all(self) -> tuple[float, dict[str, list[float]]]:
         """Have all clients decode until the polite tenants have their tokens.
 
-        Return the seconds per token of the polite tenants; and, by tenant, its weighted tokens at each time at which a
-        polite tenant got a token.
+        Return the seconds per token of the polite tenants; and, by tenant, its weighted tokens at the beginning and
+        whenever a polite tenant got a token.
         """
         return await self._decode(self._flood)
 

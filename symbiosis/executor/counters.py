@@ -314,11 +314,13 @@ class Counters:
                 _of_tenant(tenants, name, MAX_CLIENTS).add(client)
         kept: Counter[str] = Counter()
         missed: Counter[str] = Counter()
-        for name, (on_time, late) in made.items():
-            tenant = tenant_of(name) if tenant_of(name) in tenants else OTHER
-            kept[tenant] += on_time
-            missed[tenant] += late
-        if OTHER in kept:
+        for sign, counted in ((1, slo), (-1, self.slo_before)):  # a policy may move counts from a client to its tenant
+            for name, (on_time, late) in counted.items():
+                tenant = tenant_of(name) if tenant_of(name) in tenants else OTHER
+                kept[tenant] += sign * on_time
+                missed[tenant] += sign * late
+        kept, missed = +kept, +missed
+        if OTHER in kept or OTHER in missed:
             tenants.setdefault(OTHER, _ClientCounts())
         return Statistics(
             requests=self.requests,

@@ -111,15 +111,17 @@ class Shards:
             own = run_parts(self._parts, key, cut.call(key, tensors, 0))
         except Exception as error:  # noqa: BLE001 (raised when the others have answered)
             own = error
-        failed, rank = [], others[0]
+        failed: list[int] = []
+        waits_for: int | None = None
         try:
-            for rank, answer in zip(others, answers, strict=True):
+            for waits_for, answer in zip(others, answers, strict=True):
                 if not answer.wait():
-                    failed.append(rank)
+                    failed.append(waits_for)
+            waits_for = None
             for work in under_way:
                 group.finish(work)
         except RuntimeError as error:
-            raise self._lose(self._reason(error, rank)) from error
+            raise self._lose(self._reason(error, waits_for)) from error
         if isinstance(own, Exception):
             raise own
         if failed:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -286,13 +286,18 @@ def _moved(model: nn.Module, device: str | torch.device | None, dtype: torch.dty
 
 
 def _precision(model: nn.Module) -> torch.dtype | None:
-    """Return the precision of most of a model's numbers, apart from those that are quantized; None if there are
-    none. Some models keep single tensors in another one."""
-    numbers: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
-        if type(parameter) is nn.Parameter and parameter.is_floating_point():
-            numbers[parameter.dtype] += parameter.numel()
-    return max(numbers, key=numbers.__getitem__, default=None)
+    """Return the precision of a model's first number, apart from weights that are quantized and modules that
+    transformers keeps in fp32, such as BLIP-2's queries; None if there are no numbers."""
+    kept: set[str] = set()
+    for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        kept |= set(getattr(model, name, None) or ())
+    found = {
+        name: parameter.dtype
+        for name, parameter in model.named_parameters()
+        if type(parameter) is nn.Parameter and parameter.is_floating_point() and not is_narrow(parameter)
+    }
+    usual = (dtype for name, dtype in found.items() if not any(re.search(part, name) for part in kept))
+    return next(chain(usual, found.values()), None)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

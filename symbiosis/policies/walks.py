@@ -183,14 +183,10 @@ class Walks:
         return self._queue[0][2] if self._queue else None
 
     def slo(self) -> dict[str, tuple[int, int]]:
-        """Return how many tokens of each client were made in time, and how many later, those of forgotten clients under
-        their tenant's name, or "" if there are too many tenants. The last token of a text is not counted: only the next
-        one would tell when the client has made it."""
-        found = dict(self._before)
-        for name, client in self._clients.items():
-            kept, missed = found.get(name, (0, 0))
-            found[name] = kept + client.kept, missed + client.missed
-        return found
+        """Return how many tokens of each client were made in time, and how many later, those of a tenant's forgotten
+        clients under ``tenant/``, or "" if there are too many tenants. The last token of a text is not counted: only
+        the next one would tell when the client has made it."""
+        return self._before | {name: (client.kept, client.missed) for name, client in self._clients.items()}
 
     def _client(self, name: str, request: Request) -> KnownClient:
         """Return what is known of a client. If there are too many, the one is forgotten that was silent for longest."""
@@ -203,7 +199,7 @@ class Walks:
         if len(self._clients) > _MAX_CLIENTS:
             name, forgotten = self._clients.popitem(last=False)
             self._prompts.pop(name, None)
-            tenant = tenant_of(name)
+            tenant = f"{tenant_of(name)}/"
             if tenant not in self._before and len(self._before) >= _MAX_CLIENTS:
                 tenant = ""
             kept, missed = self._before.get(tenant, (0, 0))

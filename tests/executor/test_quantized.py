@@ -373,9 +373,10 @@ def test_a_device_may_be_named_and_no_other_precision(checkpoint: Path) -> None:
         symbiosis.Executor(load(checkpoint, "bitsandbytes NF4"), dtype="float16")
 
 
-def test_rows_have_the_precision_of_most_of_the_model(checkpoint: Path) -> None:
-    """As in BLIP-2, whose first parameter stays in fp32."""
+def test_rows_do_not_have_the_precision_of_what_stays_in_fp32(checkpoint: Path) -> None:
+    """As in BLIP-2, whose first parameter does."""
     model = load(checkpoint, "bitsandbytes int8", dtype=torch.float16)
     model.register_parameter("queries", torch.nn.Parameter(torch.zeros(2, 4), requires_grad=False))
+    model._keep_in_fp32_modules = {"queries"}
     assert next(model.parameters()).dtype is torch.float32
     assert {spec.dtype for spec in symbiosis.Executor(model).layers} == {torch.float16}

@@ -610,4 +610,4 @@ def test_tokens_of_forgotten_clients_count_for_their_tenant(monkeypatch: pytest.
         for step, kind in enumerate((Kind.PREFILL, Kind.DECODE, Kind.DECODE)):
             request = Request(3 * number + step, name, F0, 1, kind, number + 0.01 * step)
             policy.submitted(request)
-    assert policy.slo() == {"alice": (6, 0), "bob": (2, 0), "carol/1": (2, 0), "carol/2": (2, 0)}
+    assert policy.slo() == {"alice/": (6, 0), "bob/": (2, 0), "carol/1": (2, 0), "carol/2": (2, 0)}
