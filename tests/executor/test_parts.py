@@ -133,6 +133,9 @@ def test_what_cannot_be_divided(model: Any, base_layers: str, complaint: str) ->
         SplitModel(model(), base_layers, shard=(0, 2))
 
 
-def test_a_layer_needs_an_output_for_each_part() -> None:
+def test_a_layer_needs_an_output_or_an_input_for_each_part() -> None:
+    """A gate of one output lies in one part."""
+    gate = base_layer(0, "gate", nn.Linear(8, 1))
+    assert [part_of(gate, rank, 4, CPU, torch.float32).spec.out_features for rank in range(4)] == [0, 0, 0, 1]
     with pytest.raises(SplitError, match=r"has 3 outputs; use fewer shards"):
-        part_of(base_layer(0, "score", nn.Linear(8, 3)), 0, 4, CPU, torch.float32)
+        part_of(base_layer(0, "score", nn.Linear(3, 3)), 0, 4, CPU, torch.float32)
