@@ -64,7 +64,8 @@ def _noting(cls: Any, outer: bool) -> type[Any]:
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _KINDS not in self.__dict__ or torch.compiler.is_exporting():  # another model, which the tenant has made
+        # A tenant may have made another model of this class. A base layer refuses to be exported, and says why.
+        if _KINDS not in self.__dict__ or torch.compiler.is_exporting():
             return cls.forward(self, *args, **kwargs)
         return noted(self, args, kwargs)
 

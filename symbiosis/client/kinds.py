@@ -66,7 +66,8 @@ class _Here(threading.local):
     part = Kind.PREFILL
     """The kind of the latest rows of a part that was called by itself."""
     large = False
-    """That of the latest call with requests: in a joint walk, a call has none of its own."""
+    """Whether the latest call that had requests had more rows for one token than the executor believes. A call whose
+    token a joint walk makes has no requests."""
 
 
 class Kinds:

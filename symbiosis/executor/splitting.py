@@ -45,8 +45,9 @@ class SplitModel:
         layers: which of the base layers are served here: numbers of blocks, ranges of them, and names or patterns,
             separated by commas, such as ``"0-15,lm_head"``. Other executors serve the others, whose weights are dropped
             without being read. By default all.
-        device, dtype: the model is moved to this device and converted to this precision, with the exceptions that
-            transformers makes when it loads a model in it. By default it stays as it is.
+        device: where the model is moved to. By default it stays where it is.
+        dtype: with ``layers`` or ``shard``, the precision to which the model is converted, with the exceptions that
+            transformers makes when it loads a model in it. By default it keeps its own.
 
     Attributes:
         elsewhere: specs and modules of the base layers that other executors serve. Their weights are on the meta
@@ -77,8 +78,8 @@ class SplitModel:
         dtype: torch.dtype | None = None,
     ) -> None:
         divided = layers is not None or shard is not None
-        if not divided:
-            model = _moved(model, device, dtype)
+        if not divided and device is not None:
+            model = model.to(device)
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) != 1 or torch.device("meta") in devices:
             found = ", ".join(sorted(map(str, devices))) or "none at all"
@@ -271,18 +272,6 @@ class SplitModel:
     def resident(self) -> Resident:
         """Return the model and its base layers, for clients in this process."""
         return Resident(self.model, [(layer.spec, layer.module) for layer in self.layers])
-
-
-def _moved(model: nn.Module, device: str | torch.device | None, dtype: torch.dtype | None) -> nn.Module:
-    """Return a model after its conversion, in place. What is None stays as it is: transformers refuses ``dtype=None``
-    for quantized models."""
-    wanted: dict[str, Any] = {
-        name: value for name, value in (("device", device), ("dtype", dtype)) if value is not None
-    }
-    try:
-        return model.to(**wanted) if wanted else model
-    except ValueError as error:
-        raise SplitError(f"the model cannot be converted to {', '.join(map(str, wanted.values()))}: {error}") from error
 
 
 def _precision(model: nn.Module) -> torch.dtype | None:

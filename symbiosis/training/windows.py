@@ -330,7 +330,7 @@ class WindowedStep:
             layer.position = self._before + begin
         # PEFT would add its prefix in each forward pass, so the model inside is called.
         model = self._core if self._before else self._model
-        with _set_aside(self._of_images, "rope_deltas"):
+        with _without_shifts(self._of_images):
             output = model(**inputs, past_key_values=self._cache, use_cache=True, return_dict=True, **options)
         if any(isinstance(layer, WindowLayer) and layer.position != self._before + end for layer in self._cache.layers):
             raise UsageError(
@@ -405,17 +405,17 @@ def _adapter(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _set_aside(modules: list[Any], name: str) -> Iterator[None]:
-    """Let an attribute of modules be None for a while. Qwen-VL's ``rope_deltas`` are those of the latest image, which
-    shift the positions of texts in a cache."""
-    kept = [getattr(module, name) for module in modules]
+def _without_shifts(modules: list[Any]) -> Iterator[None]:
+    """Run a block without the ``rope_deltas`` of modules, as Qwen-VL has them. They are those of the latest image, and
+    shift the positions of every text in a cache."""
+    kept = [module.rope_deltas for module in modules]
     try:
         for module in modules:
-            setattr(module, name, None)
+            module.rope_deltas = None
         yield
     finally:
-        for module, value in zip(modules, kept, strict=True):
-            setattr(module, name, value)
+        for module, shifts in zip(modules, kept, strict=True):
+            module.rope_deltas = shifts
 
 
 def _check_model(model: Any, core: Any, batch: Mapping[str, Any]) -> None:

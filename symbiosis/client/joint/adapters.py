@@ -352,7 +352,7 @@ class _JointEmbedding:
 
 @functools.cache
 def _joint(kind: type[Any], cls: type[Any]) -> type[Any]:
-    return type(cls.__name__, (kind, cls), {"__module__": cls.__module__})  # beside its eager_attention_forward
+    return type(cls.__name__, (kind, cls), {"__module__": cls.__module__})  # has eager_attention_forward
 
 
 def make_joint(model: Any) -> dict[str, Any]:

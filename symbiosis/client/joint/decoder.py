@@ -288,7 +288,7 @@ class JointDecoder:
         seat.decoding = True
         if not self._opened and any(other.decoding for other in self._seats if other is not seat):
             self._opened = True
-            self._task = asyncio.Task(self._open())  # a loop with eager tasks would begin it in this client's fiber
+            self._task = asyncio.Task(self._open())  # create_task may begin it at once, in this client's fiber
         return self._opened and len(self._seats) > 1
 
     def withdraw(self, step: Step, error: BaseException) -> None:
