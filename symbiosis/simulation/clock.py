@@ -99,9 +99,13 @@ class Thread:
 
     Args:
         cores: the cores that its work shares.
+
+    Attributes:
+        idle: called whenever all work has been done.
     """
 
     def __init__(self, cores: Cores) -> None:
+        self.idle: Callable[[], None] = lambda: None
         self._cores = cores
         self._queue: deque[tuple[float, float, Callable[[], None]]] = deque()
 
@@ -111,6 +115,10 @@ class Thread:
         if len(self._queue) == 1:
             self._start()
 
+    def is_busy(self) -> bool:
+        """Return whether there is work."""
+        return bool(self._queue)
+
     def _start(self) -> None:
         seconds, threads, then = self._queue[0]
 
@@ -119,6 +127,8 @@ class Thread:
             if self._queue:
                 self._start()
             then()
+            if not self._queue:
+                self.idle()
 
         self._cores.run(seconds, threads, ended)
 

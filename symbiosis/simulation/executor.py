@@ -28,7 +28,8 @@ class SimulatedExecutor:
         overhead_s: seconds that the executor needs for each batch besides its latency.
         local: whether clients compute in the executor's process, where one action happens at a time: clients compute in
             the order of their answers, and a batch starts when no client has anything to compute.
-        thread: the thread that runs batches; None if nothing slows them down.
+        thread: the thread that runs batches, and chooses one when all messages that have come are handled; None if
+            nothing slows batches down.
         threads: number of cores that a batch uses.
         fraction: the part (0 to 1) of a walk's work that its layers do.
 
@@ -63,6 +64,8 @@ class SimulatedExecutor:
         self._cost = cost
         self._overhead_s = overhead_s
         self._thread = thread
+        if thread is not None:
+            thread.idle = self.changed
         self._threads = threads
         self._free = 0.0
         """Time at which local clients have finished their computations."""
@@ -105,7 +108,7 @@ class SimulatedExecutor:
 
     def decide(self) -> None:
         """Start a batch if the scheduler says so."""
-        if self._busy or self.computing():
+        if self._busy or self.computing() or (self._thread is not None and self._thread.is_busy()):
             return
         now = self._clock.now
         self.scheduler.turned(now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Lockstep, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Simulation
 from symbiosis.simulation.clients import Done, finetune, forward, generate
-from symbiosis.simulation.clock import Clock, Cores, Link, Thread
+from symbiosis.simulation.clock import Clock, Cores, Link, Thread, Way
 from symbiosis.simulation.costs import GPUS, MODELS, LlamaShape, shape_of
 from symbiosis.simulation.executor import SimulatedExecutor
 from symbiosis.simulation.machines import Placement, Site, read_fleet, read_placement
@@ -24,7 +25,7 @@ from symbiosis.simulation.outcome import SLO
 from symbiosis.simulation.placement import SimulatedModel, TenantWork, fits, needs, place
 from symbiosis.simulation.plan import candidates, plan, simulated, traffic
 from symbiosis.simulation.replay import ReplayedLoad, replay
-from symbiosis.simulation.simulation import Cluster, Hop, Route
+from symbiosis.simulation.simulation import Ask, Cluster, Hop, InWalk, Route, SimulatedClient
 from symbiosis.simulation.trace import Arrival
 from tests.helpers import command
 
@@ -89,6 +90,24 @@ def _tokens(route: Route, clock: Clock, names: str = "a", tokens: int = 6) -> di
         cluster.add(name, generate(4, 3, tokens, 2e-3, done), route=route)
     cluster.run()
     return texts
+
+
+def test_messages_that_come_during_a_batch_are_read_before_the_next_one() -> None:
+    class Handled(Way):
+        def send(self, size: int, then: Callable[[], None]) -> None:
+            thread.run(1e-4, 1, then)
+
+    def call() -> SimulatedClient:
+        yield InWalk(True)
+        yield Ask(Key((0,), Pass.FORWARD), 1, Kind.DECODE)
+
+    clock = Clock()
+    thread, cluster = Thread(Cores(clock, 2)), Cluster(clock)
+    executor = _executor(clock, Opportunistic(), thread=thread)
+    for name, at in (("a", 0.0), ("b", 3e-4), ("c", 5e-4)):
+        cluster.add(name, call(), at=at, route=Route([Hop(executor, Handled(), Handled())]))
+    cluster.run()
+    assert (executor.batches, executor.members) == (2, 3)
 
 
 def test_two_parts_are_one_model() -> None:
