@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from symbiosis.core.policy import Decision, Policy, QueueView, Run, View, Wait
+from symbiosis.core.policy import Decision, Policy, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
@@ -30,12 +30,12 @@ class Opportunistic(Policy):
     is free, the one with the earliest deadline runs first, with all requests that fit into its batch. So a deadline is
     missed by at most the batch that is running, the requests with earlier deadlines, and earlier requests of the same
     client for the same layer. While no request is due, the queue that is *furthest behind* runs, so that clients at
-    different layers meet and share batches from there on. This queue waits for other requests, except in four cases:
+    different layers meet and share batches from there on. This queue waits for other requests, except in three cases:
 
     * no client is thinking, so no request can join;
     * a queue fills a batch of ``max_rows``, and runs instead;
-    * if ``adaptive``, no thinking client is on the way to that layer;
-    * if ``adaptive``, the wait is not expected to pay (:mod:`symbiosis.policies.arrivals`).
+    * if ``adaptive``, no thinking client is expected at that layer so soon that the wait pays
+      (:mod:`symbiosis.policies.arrivals`).
 
     Args:
         wait_ms: deadline per row, in milliseconds, for all kinds of requests; or by kind (decode, prefill, finetune),
@@ -76,7 +76,7 @@ class Opportunistic(Policy):
         self.max_wait_ms = milliseconds(self.name, "max_wait_ms", max_wait_ms, zero=True)
         self.latency = LatencyModel()
         self._waits_s = {kind: wait / 1e3 for kind, wait in waits.items()}
-        self._arrivals = Arrivals(self.max_wait_ms / 1e3) if adaptive else None
+        self._arrivals = Arrivals(self.latency, self.max_wait_ms / 1e3) if adaptive else None
         self._behind = FurthestBehind()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._perhaps_full: set[Key] = set()
@@ -107,6 +107,7 @@ class Opportunistic(Policy):
     def ran(self, batch: Batch, seconds: float) -> None:
         if self._arrivals is not None:
             self.latency[batch.key].learn(batch.rows, seconds)
+            self._arrivals.ran(batch, seconds)
 
     def decide(self, view: View, now: float) -> Decision:
         self._now = now
@@ -125,10 +126,9 @@ class Opportunistic(Policy):
         full = self._full(view)
         if full is not None:
             return Run(full, queues[full].take(view.max_rows), "full")
-        pays = self._pays_until(queues[behind], now)
+        pays = math.inf if self._arrivals is None else self._arrivals.pays_until(behind, now)
         if pays <= now:
-            reason = "no-gain" if pays == -math.inf else "gave-up"
-            return Run(behind, queues[behind].take(view.max_rows), reason)
+            return Run(behind, queues[behind].take(view.max_rows), "no-gain")
         return Wait(min(due, pays))
 
     def _first_due(self) -> tuple[float, Request]:
@@ -138,14 +138,6 @@ class Opportunistic(Policy):
             heapq.heappop(deadlines)
         due, _, request = deadlines[0]
         return due, request
-
-    def _pays_until(self, queue: QueueView, now: float) -> float:
-        """Return until when waiting for a queue is expected to pay: ``inf`` unless adaptive, ``-inf`` if it does not
-        pay or too few batches were measured."""
-        if self._arrivals is None:
-            return math.inf
-        start = self.latency[queue.key].start
-        return -math.inf if start is None else self._arrivals.pays_until(queue.key, start, now)
 
     def _full(self, view: View) -> Key | None:
         """Return the key of a queue that fills a batch, if there is one. Reads the queues that grew; O(1) a request."""

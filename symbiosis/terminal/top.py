@@ -57,7 +57,6 @@ _REASONS = {
     "at-once": "it never waits",
     "deadline": "the request was due",
     "full": "the batch was full",
-    "gave-up": "it waited, and no other request came in the time that a shared batch would save",
     "no-client-thinking": "no client could join",
     "no-gain": "it did not expect that a wait saves time",
     "policy-error": "its decision was refused",

@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 from statistics import fmean
 
@@ -474,7 +475,8 @@ class TestAdaptive:
                 w.end_walk(client)
             batch = w.decide()
             assert isinstance(batch, Batch)
-            w.complete(batch, start + row * batch.rows)
+            w.clock.advance(start + row * batch.rows)
+            w.complete(batch)
             for client in w.clients:
                 w.begin_walk(client)
         return w, policy
@@ -498,7 +500,7 @@ class TestAdaptive:
         w.clock.advance(action.time - w.clock.now)
         batch = w.decide()
         assert isinstance(batch, Batch)
-        assert batch.reason == "gave-up"
+        assert batch.reason == "no-gain"
 
     def test_does_not_wait_for_a_request_that_is_expected_late(self) -> None:
         w, _ = self.taught(start=1e-4, row=1e-5, together=False, gap=0.1)
@@ -525,6 +527,28 @@ class TestAdaptive:
         action = w.decide()
         assert isinstance(action, WaitUntil)
         assert action.time == w.clock.now + 1
+
+    @pytest.mark.parametrize(
+        ("start", "own", "gain"),
+        [
+            pytest.param(1e-3, [0.36e-3] * 2, 1.2, id="two clients far apart in their walks meet"),
+            pytest.param(0.2e-3, [1e-3] * 4, 0.93, id="a wait costs more than it saves"),
+            pytest.param(1e-3, [0.3e-3] * 3 + [3e-3], 1.7, id="one is slow"),
+        ],
+    )
+    def test_waits_that_pay(self, start: float, own: list[float], gain: float) -> None:
+        """Tokens over those without waits. Batches take ``start`` seconds, and clients compute for random times."""
+        tokens = {}
+        for policy in (NoLockstep(), Opportunistic()):
+            simulation, found = Simulation(policy, layers=28, cost=Cost(start, 1e-5).of), [Done() for _ in own]
+            for number, (mean, done) in enumerate(zip(own, found, strict=True)):
+                random = Random(number)
+                thinking = partial(lambda random, mean, kind, rows: random.expovariate(1 / mean), random, mean)
+                client = generate(28, 8, 1000, thinking, done)
+                simulation.add(f"client-{number}", client, at=number * 13.7e-3)
+            simulation.run(2.0)
+            tokens[policy.name] = sum(len(done.tokens) for done in found)
+        assert tokens["opportunistic"] >= gain * tokens["no-lockstep"]
 
     def test_each_kind_has_its_own_wait(self) -> None:
         policy = Opportunistic(wait_ms={"decode": 1, "finetune": 5})

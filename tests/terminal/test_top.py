@@ -196,7 +196,7 @@ def test_columns_without_content_are_left_out() -> None:
 @pytest.mark.parametrize("width", [80, 140])
 def test_a_view_fits_its_screen(width: int, height: int) -> None:
     """The first sentences are there whatever the number of tenants and layers, and no number is cut off."""
-    unshared = {"thinking": {"no-gain": 5, "gave-up": 4}}
+    unshared = {"thinking": {"no-gain": 5, "deadline": 4}}
     tenants = {f"customer-{n}": tenant(rows=12345 + n, unshared=unshared, waits={"no-gain": 1.0}) for n in range(30)}
     found = status(**tenants, apart={"1 ms": 3, "10 s": 9})
     layers = found["activity"]["layers"]
