@@ -46,7 +46,7 @@ class LocalPads(Scheme):
         model: the public base model that the executor serves: a folder, a hub id or a model.
         rows: pads to keep ready for each key (layers that are requested together, and a direction). Their effects take
             as much memory as the results of so many rows.
-        folder: folder for pads, their secret key and their counters, used by one client at a time. By default pads end
+        folder: folder for pads, their secrets and their counters, used by one client at a time. By default pads end
             with the process.
         when_out: ``"wait"`` until more pads are computed, or ``"error"``.
         scale: largest ratio of the amplitude to the rms of the largest row; for rows of typical size it is a quarter of
@@ -100,7 +100,7 @@ class Pads(Mask):
         self._folder = folder
         self._rows = options.rows
         self._strict = options.when_out == "error"
-        self._secret = os.urandom(32) if folder is None else folder.key
+        self._secret = os.urandom(32)
         self._stocks: dict[MaskedKey, PadStock] = {}
         self._lock = threading.RLock()
         """Entered directly on threads that may get a Ctrl-C: interrupting a condition's entry would leave it locked."""

@@ -1,15 +1,17 @@
-"""Pads on disk: the secret key, how many pads of each key are used, and effects that were computed.
+"""Pads on disk: for each key a secret, how many of its pads are used, and effects that were computed.
 
 No pad may be used twice. So the counter on disk is ahead of use: pads are first counted there as used, and then handed
 out. A process that dies leaves pads that are counted and unused; they are skipped. An orderly end stores their
 effects and counts them as unused again. Stored effects only save work; damaged ones are computed again.
 
-A counter is one entry in one place. It is smaller than a sector of a disk, which is written as a whole. An entry that
-is damaged nevertheless is refused, and the folder cannot be used any more.
+A counter and the secret of its pads are one file, smaller than a sector of a disk, which is written as a whole. A file
+that is damaged nevertheless is refused, and the folder cannot be used any more. Where a counter is missing, the new one
+has a new secret and so other pads.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 import threading
@@ -22,11 +24,11 @@ import torch
 
 from symbiosis.errors import PrivacyError
 
-_KEY_BYTES = 32
+_SECRET_BYTES = 32
 ENTRY = struct.Struct("<QQ")
-"""A number and a check: the content of a counter's file, and the header of a file of effects.
+"""A number and a check: the first bytes of a counter's file, and the header of a file of effects.
 
-The check is the number with all bits inverted, or the checksum of the number and the effects."""
+The check is the number with all bits inverted, or the checksum of the secret, the number and the effects."""
 
 
 class PadFolder:
@@ -49,11 +51,8 @@ class PadFolder:
             raise PrivacyError(f"local-pads: {self.path} cannot be used: {error.strerror or error}") from error
         try:
             self._acquire()
-            if self._write_once("model", fingerprint.encode()) != fingerprint.encode():
+            if self._model(fingerprint.encode()) != fingerprint.encode():
                 raise PrivacyError(f"local-pads: {self.path} has pads for another model; use another folder")
-            self.key = self._write_once("key", os.urandom(_KEY_BYTES))
-            if len(self.key) != _KEY_BYTES:
-                raise PrivacyError(f"local-pads: {self.path / 'key'} is damaged; use another folder")
         except BaseException:
             self.close()
             raise
@@ -69,49 +68,45 @@ class PadFolder:
                 "a folder of its own"
             ) from error
 
-    def _write_once(self, name: str, content: bytes) -> bytes:
-        """Return the content of a file, which is written before there are pads and never again."""
-        path = self.path / name
+    def _model(self, fingerprint: bytes) -> bytes:
+        """Return the fingerprint on disk, which is written before there are pads and never again."""
+        path = self.path / "model"
         if not path.exists():
             if any(path.suffix in (".counter", ".effects") for path in self.path.iterdir()):
                 raise PrivacyError(f"local-pads: {path} is missing, and the pads depend on it; use another folder")
-            _create(path, content)
+            _create(path, fingerprint)
         return path.read_bytes()
 
     def counter(self, name: str) -> PadCounter:
         """Return the counter of used pads under a name.
 
         Raises:
-            PrivacyError: the file is damaged or missing, so the number of used pads is unknown.
+            PrivacyError: the file is damaged, so the number of used pads is unknown.
         """
-        path = self.path / f"{name}.counter"
-        if not path.exists() and self._effects(name).exists():
-            raise PrivacyError(
-                f"local-pads: {path} is missing, so it is unknown which pads were used; use another folder"
-            )
-        return PadCounter(path)
+        return PadCounter(self.path / f"{name}.counter")
 
     def _effects(self, name: str) -> Path:
         return self.path / f"{name}.effects"
 
-    def write_effects(self, name: str, first: int, rows: torch.Tensor) -> None:
-        """Store the effects [n, width] of pads ``first``, ``first`` + 1, … under a name, and forget earlier ones.
+    def write_effects(self, name: str, secret: bytes, first: int, rows: torch.Tensor) -> None:
+        """Store the effects [n, width] of pads ``first``, ``first`` + 1, … of a secret, and forget earlier ones.
 
         Raises:
             OSError: there is no room.
         """
         data: Any = rows.contiguous().view(torch.uint8).numpy()
         with _open(self._effects(name), "wb") as file:
-            file.write(ENTRY.pack(first, _checksum(first, data)))
+            file.write(ENTRY.pack(first, _checksum(secret, first, data)))
             file.write(data)
 
-    def read_effects(self, name: str, first: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the effects [n, width] of pads ``first``, ``first`` + 1, … as far as they are stored and whole."""
+    def read_effects(self, name: str, secret: bytes, first: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the effects [n, width] of pads ``first``, ``first`` + 1, … of a secret, as far as they are stored and
+        whole."""
         path = self._effects(name)
         data = bytearray(path.read_bytes()) if path.exists() else bytearray()
         if len(data) > ENTRY.size:
             start, checksum = ENTRY.unpack_from(data)
-            if start <= first and checksum == _checksum(start, memoryview(data)[ENTRY.size :]):
+            if start <= first and checksum == _checksum(secret, start, memoryview(data)[ENTRY.size :]):
                 return torch.frombuffer(data, dtype=dtype, offset=ENTRY.size).view(-1, width)[first - start :]
         return torch.empty(0, width, dtype=dtype)
 
@@ -124,7 +119,7 @@ class PadFolder:
 
 
 class PadCounter:
-    """A number on disk.
+    """A number on disk, and the secret of the pads that it counts.
 
     Raises:
         PrivacyError: the file is damaged, so the number is unknown, or it cannot be written.
@@ -134,12 +129,15 @@ class PadCounter:
         self._path = path
         self._lock = threading.Lock()
         if not path.exists():
-            _create(path, _entry(0))
+            secret = os.urandom(_SECRET_BYTES)
+            _create(path, _entry(0) + secret + _digest(secret))
         data = path.read_bytes()
-        self.value = ENTRY.unpack(data)[0] if len(data) == ENTRY.size else 0
-        if data != _entry(self.value):
+        entry, self.secret = data[: ENTRY.size], data[ENTRY.size : ENTRY.size + _SECRET_BYTES]
+        self.value = ENTRY.unpack(entry)[0] if len(entry) == ENTRY.size else 0
+        if data != _entry(self.value) + self.secret + _digest(self.secret):
             raise PrivacyError(
-                f"local-pads: {path} is damaged, so it is unknown which pads were used; use another folder"
+                f"local-pads: {path} is damaged or of an earlier version, so it is unknown which pads were used; use "
+                "another folder"
             )
 
     def reach(self, value: int) -> None:
@@ -160,6 +158,10 @@ class PadCounter:
 
 def _entry(value: int) -> bytes:
     return ENTRY.pack(value, value ^ (1 << 64) - 1)
+
+
+def _digest(secret: bytes) -> bytes:
+    return hashlib.blake2b(secret, digest_size=8).digest()
 
 
 def _create(path: Path, content: bytes) -> None:
@@ -193,5 +195,5 @@ def _open(path: Path, mode: str) -> IO[bytes]:
     return open(path, mode, opener=partial(os.open, mode=0o600))
 
 
-def _checksum(first: int, effects: Any) -> int:
-    return zlib.crc32(effects, zlib.crc32(first.to_bytes(8, "little")))
+def _checksum(secret: bytes, first: int, effects: Any) -> int:
+    return zlib.crc32(effects, zlib.crc32(secret + first.to_bytes(8, "little")))

@@ -28,7 +28,8 @@ log = get_logger(__name__)
 
 
 class PadStock:
-    """The pads of one key, drawn under the 32 bytes of a client's ``secret``. Its caller holds a lock.
+    """The pads of one key, drawn under the 32 bytes of a client's ``secret``, or of the folder's for this key. Its
+    caller holds a lock.
 
     Raises:
         PrivacyError: it is unknown which pads in the folder were used, or this cannot be kept on disk.
@@ -38,9 +39,11 @@ class PadStock:
         layers, pass_, fp32, _ = key.key
         self.key = key
         self._name = f"{'.'.join(map(str, layers))}-{pass_.name.lower()}{'_fp32' if fp32 else ''}"
-        self._secret = hashlib.blake2b(self._name.encode(), key=secret, digest_size=32).digest()
         self._folder = folder
         self._counter = None if folder is None else folder.counter(self._name)
+        if self._counter is not None:
+            secret = self._counter.secret
+        self._secret = hashlib.blake2b(self._name.encode(), key=secret, digest_size=32).digest()
         self.next = 0 if self._counter is None else self._counter.value
         """Number of the next pad; those below are used."""
         self.made = self.next
@@ -51,7 +54,7 @@ class PadStock:
         """Draws that wait for their effects: number of the first pad, how many, and the future. A wait of
         :meth:`prepare` is a draw of no pads."""
         if folder is not None:
-            stored = folder.read_effects(self._name, self.next, sum(key.results), key.dtype)
+            stored = folder.read_effects(self._name, self._secret, self.next, sum(key.results), key.dtype)
             self.put(stored.split(key.results, dim=1))  # type: ignore[no-untyped-call]
 
     @property
@@ -120,7 +123,7 @@ class PadStock:
         if self.ready:
             effects = torch.cat(self._take(self.next, self.ready), dim=1)
             try:
-                self._folder.write_effects(self._name, self.next, effects)
+                self._folder.write_effects(self._name, self._secret, self.next, effects)
             except OSError as error:
                 log.warning("effects of pads are not kept on disk", why=str(error))
         with contextlib.suppress(PrivacyError):  # the next client then skips pads that are ready
