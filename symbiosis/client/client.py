@@ -106,6 +106,8 @@ class Client:
             self._connecting = False
         if self.closed:  # meanwhile
             channel.close()
+            if isinstance(channel, Preparing):
+                await channel.wait_closed()
             raise self._closed_error()
         self._channel = channel
         try:
@@ -145,6 +147,8 @@ class Client:
             self._thread.close()
             if self._seat is not None:
                 self._seat.give_back()
+        if self._channel is not None and isinstance(self._channel, Preparing):
+            await self._channel.wait_closed()
 
     @property
     def is_open(self) -> bool:

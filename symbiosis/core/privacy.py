@@ -12,13 +12,16 @@ from symbiosis.core.transport import Channel
 
 @runtime_checkable
 class Preparing(Protocol):
-    """A channel that can compute masks ahead of time."""
+    """A channel that masks rows, and can compute masks ahead of time."""
 
     async def prepare(self, keys: Iterable[Key]) -> None:
         """Compute masks for these keys."""
 
     def prepare_blocking(self, keys: Iterable[Key]) -> None:
         """Compute masks for these keys, for synchronous code."""
+
+    async def wait_closed(self) -> None:
+        """Wait until what the masks used is released, once the channel was closed on an event loop."""
 
 
 @runtime_checkable

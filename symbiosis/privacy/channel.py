@@ -70,6 +70,8 @@ class MaskedChannel:
         self._sent: dict[Call, tuple[Call, ...]] = {}
         """Call of the client → masked calls, one for each channel, until it is answered or cancelled."""
         self._side = SideCalls(self.client, len(channels), loop)
+        self._released: Future[None] | None = None
+        """Done when the mask is released."""
         self.mask = begin(self._channels, partial(self._side.send, self._first))
 
     def masked_key(self, key: Key) -> MaskedKey:
@@ -177,8 +179,14 @@ class MaskedChannel:
         self._side.interrupt(ClientClosedError(f"the client {self.client!r} was closed"))
         for channel in self._channels:
             channel.close()
-        self.mask.close()
-        self._side.close()
+        if self._released is None:
+            self._released = self._side.close(self.mask.close)
+
+    async def wait_closed(self) -> None:
+        """Wait until the mask is released, which takes until a product and writes to a disk have ended."""
+        if self._released is not None:
+            await _on_loop(self._released)
+            self._side.join()
 
     async def prepare(self, keys: Iterable[Key]) -> None:
         """Have the scheme prepare for keys, and wait until it is ready."""

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -75,8 +75,20 @@ class SideCalls:
             interrupted, self._interrupted = self._interrupted, Future()
         interrupted.set_exception(error)
 
-    def close(self) -> None:
-        """Block until calls of synchronous channels have ended, which the caller has closed."""
+    def close(self, release: Callable[[], None]) -> Future[None] | None:
+        """Call ``release``. Channels are closed already.
+
+        With an event loop, return the future of the call, which is made on a thread; then :meth:`join` ends the thread.
+        Without one, block until it and calls of the channels have ended.
+        """
+        if self._loop is not None:
+            return self._pool.submit(release)
+        release()
+        self.join()
+        return None
+
+    def join(self) -> None:
+        """Block until all threads have ended."""
         self._pool.shutdown(wait=True)
 
 

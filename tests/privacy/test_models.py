@@ -13,6 +13,7 @@ import copy
 import math
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from symbiosis.privacy import LocalPads, NoisePool, SecretShares, Seen, Wiretap,
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, WRAPPED_SCALE
 from symbiosis.privacy.audit.evidence import Place
 from symbiosis.privacy.audit.workload import Recorder
+from symbiosis.privacy.local_pads import Pads
 from symbiosis.privacy.own_weights import _PlainWeight
 from symbiosis.privacy.typical_sizes import TypicalSizes
 from symbiosis.testing import Comparison, Job, Outcome, run_job, run_job_plain, tiny_model
@@ -577,6 +579,33 @@ async def test_weights_are_loaded_off_the_loop(base: Any, monkeypatch: pytest.Mo
             pass
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()
+
+
+async def test_masks_are_closed_off_the_loop(base: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The client is closed when its folder is free."""
+    close, times = Pads.close, [time.monotonic()]
+
+    def close_slowly(mask: Pads) -> None:
+        time.sleep(0.3)
+        close(mask)
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            times.append(time.monotonic())
+
+    monkeypatch.setattr(Pads, "close", close_slowly)
+    scheme = LocalPads(base, folder=tmp_path / "pads")
+    async with symbiosis.Executor(base) as executor:
+        client = await executor.client(privacy=scheme).open()
+        ticks = asyncio.create_task(tick())
+        times[:] = [time.monotonic()]
+        await client.close()
+        ticks.cancel()
+        monkeypatch.undo()
+        await (await executor.client(privacy=scheme).open()).close()
+    assert times[-1] - times[0] > 0.25
+    assert len(times) > 3
 
 
 # A model that changes after it was given to a scheme.
