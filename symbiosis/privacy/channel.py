@@ -28,6 +28,7 @@ from symbiosis.errors import ClientClosedError, PrivacyError
 from symbiosis.modes import in_modes, modes_aside
 from symbiosis.privacy.amplitude import required_amplitude
 from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, SendCall
+from symbiosis.privacy.precision import check_precision
 from symbiosis.privacy.side_calls import SideCalls
 
 T = TypeVar("T")
@@ -64,6 +65,8 @@ class MaskedChannel:
         self.before_return: Callable[[Check], None] = self._first.before_return
         self._rounds = quantization_in(self._first.share) is not None
         """Whether layers may round rows to another dtype, as those of bitsandbytes do, unless a key asks for fp32."""
+        self._resident = isinstance(self._first.share, Resident)
+        """Whether the executor is in this process."""
         self._keys: dict[Key, MaskedKey] = {}
         self._sent_as: dict[Key, MaskedKey] = {}
         """By the key that the executor sees."""
@@ -112,6 +115,8 @@ class MaskedChannel:
     def _mask_rows(self, key: MaskedKey, call: Call) -> tuple[MaskedRows, torch.Tensor | None]:
         """Return the masked rows, and which rows [n] are not finite, if any. These are masked as zeros."""
         (x,) = call.tensors
+        if self._resident:
+            check_precision(self.device, key.dtype)
         amplitudes, not_finite = self.mask.amplitudes, None
         if x.dtype is not key.dtype:
             x = x.to(key.dtype)

@@ -26,6 +26,7 @@ from symbiosis.executor.layers import QuantizedLayer
 from symbiosis.executor.loading import load_model
 from symbiosis.executor.quantized import is_quantized, parts_of, scales_of
 from symbiosis.privacy.masks import MaskedKey
+from symbiosis.privacy.precision import check_precision
 from symbiosis.privacy.typical_sizes import TypicalSizes
 
 _SAMPLES = 64
@@ -184,6 +185,7 @@ class OwnWeights:
         effects = []
         for spec in key.layers:
             weight = self._weights[spec.layer]
+            check_precision(weight.device, noise.dtype)
             product = weight.product(noise.to(weight.device), backward=key.key.pass_.is_backward)
             effects.append(product.to(noise.device))
             weight.check()  # after the product, to detect a change in the meantime
@@ -197,6 +199,7 @@ class OwnWeights:
         Raises the error of :meth:`check`.
         """
         weight = self._weights[spec.layer]
+        check_precision(weight.device, values.dtype)
         columns, values = columns.to(weight.device), values.to(weight.device)
         product = weight.sparse_product(columns, values, backward=key.key.pass_.is_backward)
         weight.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.share import Resident
 from symbiosis.core.terms import Kind
 from symbiosis.errors import ExecutorClosedError, PrivacyError
-from symbiosis.privacy import LocalPads, MaskedChannel, NoisePool, SecretShares
+from symbiosis.privacy import LocalPads, MaskedChannel, NoisePool, SecretShares, precision
 from tests.privacy.masking import (
     FORWARD,
     SCHEMES,
@@ -133,6 +135,39 @@ def test_masks_do_not_depend_on_the_tenants_torch_modes(name: str) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 (y,) = unmask(answers)
             masking.assert_accurate(y, x, 1)
+
+
+@pytest.fixture
+def medium_precision() -> Iterator[None]:
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("medium_precision")
+@pytest.mark.parametrize(("name", "resident"), [*((name, True) for name in SCHEMES), ("local-pads", False)])
+@pytest.mark.parametrize("lossy", [False, True])
+def test_products_of_lower_precision(name: str, resident: bool, lossy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused if this process computes them, whether as an executor or for the effects of noise."""
+    model, mm = Layers(), torch.Tensor.mm
+
+    def rounded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply as CPUs with matrix instructions for bf16 do."""
+        narrow = torch.bfloat16 if x.dtype is torch.float32 else x.dtype
+        return mm(x.to(narrow).to(x.dtype), weight.to(narrow).to(x.dtype))
+
+    if lossy:
+        monkeypatch.setattr(torch.Tensor, "mm", rounded)
+    if resident:
+        monkeypatch.setattr(Direct, "share", Resident(model, []))
+    monkeypatch.setattr(precision, "_is_exact", precision._is_exact.__wrapped__)
+    with Masking(SCHEMES[name](model), model) as masking:
+        if lossy:
+            with pytest.raises(PrivacyError, match=r"lower precision on cpu .*'bf16'.* set it to 'ieee'"):
+                masking.ask((0,), Pass.FORWARD, normal_rows(3, 24))
+            assert not (resident and masking.masked())
+        else:
+            masking.assert_forward(normal_rows(3, 24))
 
 
 @all_schemes
