@@ -203,6 +203,11 @@ class ExecutorService:
         return sorted(self._sessions.keys() - {JOINT})
 
     @property
+    def walks_jointly(self) -> bool:
+        """Whether joint walks of clients of this process have joined."""
+        return JOINT in self._sessions
+
+    @property
     def layers(self) -> list[LayerSpec]:
         return self._split.specs
 

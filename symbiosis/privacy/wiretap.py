@@ -14,6 +14,7 @@ import torch
 from symbiosis.core.requests import Call, Key, Results
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Session
+from symbiosis.errors import UsageError
 from symbiosis.host import Executor
 
 
@@ -41,23 +42,31 @@ class Wiretap:
         tap.seen  # list[Seen], in order of arrival
 
     A call that a client sends again after a reconnect is recorded again. Calls of joint walks are recorded as those of
-    the client ``joint walks``; with ``Executor(joint="off")`` there are none.
+    the client ``joint walks``; with ``Executor(joint="off")`` there are none. Captured walks on a GPU are not recorded.
+
+    Raises:
+        UsageError: when it is opened; clients were walked jointly before, and these walks would not be recorded.
     """
 
     def __init__(self, executor: Executor) -> None:
         self.seen: list[Seen] = []
-        self._taps = executor.service.taps
+        self._service = executor.service
         self._numbers = itertools.count()
         self._open = False
 
     def __enter__(self) -> Wiretap:
+        if self._service.walks_jointly:
+            raise UsageError(
+                "clients of this executor were walked jointly before, and these walks would not be recorded; open the "
+                "wiretap earlier, or use Executor(joint='off')"
+            )
         self._open = True
-        self._taps.append(self._tap)
+        self._service.taps.append(self._tap)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._open = False
-        self._taps.remove(self._tap)
+        self._service.taps.remove(self._tap)
 
     def of(self, client: str) -> list[Seen]:
         """Return the calls of one client."""
