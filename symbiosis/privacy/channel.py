@@ -12,6 +12,7 @@ Legend: n rows.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
@@ -173,8 +174,11 @@ class MaskedChannel:
         self._side.interrupt(error)
 
     def begin_walk(self) -> None:
-        for channel in self._channels:
-            channel.begin_walk()
+        with contextlib.ExitStack() as begun:
+            for channel in self._channels:
+                channel.begin_walk()
+                begun.callback(channel.end_walk)
+            begun.pop_all()
 
     def end_walk(self) -> None:
         for channel in self._channels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 from collections.abc import Iterator
@@ -218,6 +219,27 @@ async def test_the_other_share_is_cancelled_when_one_fails() -> None:
     await asyncio.sleep(0)
     assert len(two.sent) == 1
     assert [id(call) for call in two.cancelled] == [id(call) for call in two.sent]
+
+
+def test_a_walk_begins_at_both_executors_or_at_none() -> None:
+    class Walking(Direct):
+        in_walk = False
+
+        def begin_walk(self) -> None:
+            if self.instance == "lost":
+                raise ExecutorClosedError("gone")
+            self.in_walk = True
+
+        def end_walk(self) -> None:
+            self.in_walk = False
+
+    model = Layers()
+    for other in ("two", "lost"):
+        channels = [Walking(model, "one"), Walking(model, other)]
+        channel = MaskedChannel(channels, SecretShares("b").begin)  # type: ignore[arg-type]
+        with pytest.raises(ExecutorClosedError) if other == "lost" else contextlib.nullcontext():
+            channel.begin_walk()
+        assert [each.in_walk for each in channels] == 2 * [other == "two"]
 
 
 # Accuracy.
