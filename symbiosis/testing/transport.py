@@ -128,8 +128,13 @@ class TransportConformance:
             ]
             return tuple(result for layer in found for result in layer.run(call.key, call.tensors))
 
-    async def _check(self, executor: Executor, channel: Channel, call: Call) -> None:
-        results = await asyncio.wait_for(channel.send(call), WITHIN_S)
+    @staticmethod
+    def _send(channel: Channel, call: Call, blocking: bool) -> asyncio.Future[Any]:
+        """Send a call, from a thread if ``blocking``."""
+        return asyncio.ensure_future(asyncio.to_thread(channel.call, call) if blocking else channel.send(call))
+
+    async def _check(self, executor: Executor, channel: Channel, call: Call, *, blocking: bool = False) -> None:
+        results = await asyncio.wait_for(self._send(channel, call, blocking), WITHIN_S)
         expected = self._expected(executor, call)
         assert len(results) == len(expected)
         for result, wanted in zip(results, expected, strict=True):
@@ -301,8 +306,14 @@ class TransportConformance:
             async with self._channel(address, tmp_path) as newcomer:
                 await self._check(executor, newcomer, self._call(executor, (0,), Pass.FORWARD, 4))
 
-    async def test_a_wrong_call_is_refused_and_the_next_one_served(self, tmp_path: Path) -> None:
-        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+    @pytest.mark.parametrize("blocking", [False, True])
+    async def test_a_wrong_call_is_refused_and_the_next_one_served(self, tmp_path: Path, blocking: bool) -> None:
+        if blocking and not self.blocking:
+            pytest.skip("it has no blocking clients")
+        async with (
+            self._executor(tmp_path) as (executor, address),
+            self._channel(address, tmp_path, blocking=blocking) as channel,
+        ):
             good = self._call(executor, (0,), Pass.FORWARD, 2)
             width = executor.layers[0].in_features
             wrong = [
@@ -311,8 +322,8 @@ class TransportConformance:
             ]
             for call in wrong:
                 with pytest.raises(SymbiosisError):
-                    await asyncio.wait_for(channel.send(call), WITHIN_S)
-            await self._check(executor, channel, good)
+                    await asyncio.wait_for(self._send(channel, call, blocking), WITHIN_S)
+            await self._check(executor, channel, good, blocking=blocking)
 
     @pytest.mark.parametrize("turns", range(6))
     async def test_cancelled_at_any_moment(self, tmp_path: Path, turns: int) -> None:
@@ -385,18 +396,22 @@ class TransportConformance:
             await victim.wait()
             await self._until(lambda: not executor.status()["clients"])
 
-    async def test_an_executor_that_comes_back(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("blocking", [False, True])
+    async def test_an_executor_that_comes_back(self, tmp_path: Path, blocking: bool) -> None:
         """Calls that were outstanding are answered by the next executor of the same model."""
-        if not self.reconnects:
+        if not self.reconnects or (blocking and not self.blocking):
             pytest.skip("its clients do not come back")
+        policy = _Hold()
+        policy.holds = False
         async with contextlib.AsyncExitStack() as stack:
-            async with self._executor(tmp_path) as (executor, address):
-                options = {**self.connect_options(tmp_path), "retry": WITHIN_S}
-                channel = await make_transport(address, **options).connect(address, "client")
-                stack.callback(channel.close)
-                await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))
+            async with self._executor(tmp_path, policy) as (executor, address):
+                opened = self._channel(address, tmp_path, blocking=blocking, retry=WITHIN_S)
+                channel = await stack.enter_async_context(opened)
+                await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2), blocking=blocking)
+                policy.holds = True
                 calls = [self._call(executor, (0,), Pass.FORWARD, 200, seed=seed) for seed in range(4)]
-                replies = [channel.send(call) for call in calls]
+                replies = [self._send(channel, call, blocking) for call in calls]
+                await self._until(lambda: executor.status()["outstanding"] >= (1 if blocking else 4))
             async with Executor(_model(), policy="no-lockstep") as again:
                 await again.listen(address, **self.listen_options(tmp_path))
                 for call, reply in zip(calls, replies, strict=True):
@@ -416,9 +431,6 @@ class TransportConformance:
             checked.append(identity)
             raise PrivacyError("refused by a check")
 
-        def send(call: Call) -> Any:
-            return asyncio.to_thread(channel.call, call) if blocking else channel.send(call)
-
         model = _model()
         async with contextlib.AsyncExitStack() as stack:
             async with self._executor(tmp_path, _Hold()) as (executor, address):
@@ -429,7 +441,7 @@ class TransportConformance:
                 else:
                     model.model.layers[0].self_attn.q_proj.weight.data.add_(1.0)
                 call = self._call(executor, (0,), Pass.FORWARD, 2)
-                outstanding = asyncio.ensure_future(send(call))
+                outstanding = self._send(channel, call, blocking)
                 await self._until(lambda: executor.status()["outstanding"] == 1)
             async with Executor(model, policy="no-lockstep") as again:
                 heard = _hear(again)
@@ -438,22 +450,22 @@ class TransportConformance:
                 with pytest.raises(errors):
                     await asyncio.wait_for(outstanding, WITHIN_S)
                 with pytest.raises(errors):
-                    await asyncio.wait_for(send(call), WITHIN_S)
+                    await asyncio.wait_for(self._send(channel, call, blocking), WITHIN_S)
                 assert heard == []
                 assert set(checked) == ({again.service.identity()} if same_model else set())
 
-    async def test_patience_ends(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("blocking", [False, True])
+    async def test_patience_ends(self, tmp_path: Path, blocking: bool) -> None:
         """Calls end in time and with a reason if the executor does not come back."""
-        if not self.reconnects:
+        if not self.reconnects or (blocking and not self.blocking):
             pytest.skip("its clients do not come back")
         async with contextlib.AsyncExitStack() as stack:
             async with self._executor(tmp_path) as (executor, address):
-                options = {**self.connect_options(tmp_path), "retry": 0.3}
-                channel = await make_transport(address, **options).connect(address, "client")
-                stack.callback(channel.close)
-                await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))
+                opened = self._channel(address, tmp_path, blocking=blocking, retry=0.3)
+                channel = await stack.enter_async_context(opened)
+                await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2), blocking=blocking)
             with pytest.raises(BrokenError, match="did not come back within"):
-                await asyncio.wait_for(channel.send(self._call_like(channel)), WITHIN_S)
+                await asyncio.wait_for(self._send(channel, self._call_like(channel), blocking), WITHIN_S)
 
     @pytest.mark.parametrize("data", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, bytes(range(256)) * 50])
     async def test_malformed_data_from_unauthenticated_peers(self, tmp_path: Path, data: bytes) -> None:
