@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from symbiosis.core.requests import Call, Results
-from symbiosis.errors import ClientClosedError, ConnectionLostError, SymbiosisError, UsageError, WireError
+from symbiosis.errors import ClientClosedError, ConnectionLostError, SymbiosisError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports.connection import AsyncConnection, Join, joined
 from symbiosis.transports.conversation import CARRIED, Conversation, Pending, State
@@ -83,7 +83,7 @@ class AsyncChannel:
             try:
                 self._conversation.check_size(pending.rows, pending.size)
                 parts = connection.carrier.put(pending)
-            except UsageError as error:
+            except Exception as error:  # noqa: BLE001 (no room for the call, or its tensors cannot be copied)
                 outstanding.settle(pending)
                 _answer(pending, error)
                 continue
@@ -100,7 +100,13 @@ class AsyncChannel:
             answer = self._conversation.receive(type_, content)
             if answer is not None:
                 pending, error = answer
-                outcome = error or connection.carrier.take(pending, attached)
+                outcome: Results | Exception | None
+                try:
+                    outcome = error or connection.carrier.take(pending, attached)
+                except WireError:
+                    raise
+                except Exception as failure:  # noqa: BLE001 (such as no memory for results; it concerns this call alone)
+                    outcome = failure
                 if outcome is not None:
                     self.arrived(pending, outcome)
             elif self._conversation.state is not State.JOINED:
@@ -111,7 +117,7 @@ class AsyncChannel:
         except WireError as error:
             self._end(error)
 
-    def arrived(self, pending: Pending, outcome: Results | SymbiosisError) -> None:
+    def arrived(self, pending: Pending, outcome: Results | Exception) -> None:
         outstanding = self._conversation.outstanding
         if pending.id not in outstanding.sent or self._connection is None:  # late results of a connection that was lost
             return
@@ -234,7 +240,7 @@ class AsyncChannel:
             self._rejoining.cancel()
 
 
-def _answer(pending: Pending, outcome: Results | SymbiosisError) -> None:
+def _answer(pending: Pending, outcome: Results | Exception) -> None:
     reply = pending.reply
     if reply is None or pending.cancelled or reply.done():
         return

@@ -33,8 +33,8 @@ class Receiver(Protocol):
     def lost(self, error: SymbiosisError) -> None:
         """Take the reason for which the connection has ended. Called once."""
 
-    def arrived(self, pending: Pending, outcome: Results) -> None:
-        """Take results that come later than their message."""
+    def arrived(self, pending: Pending, outcome: Results | Exception) -> None:
+        """Take results that come later than their message, or the error for which they cannot be taken."""
 
 
 class Carrier(ABC):
@@ -56,7 +56,8 @@ class Carrier(ABC):
     @abstractmethod
     def take(self, pending: Pending, attached: Sequence[Any]) -> Results | None:
         """Return a call's results, [rows, width] each; None if they arrive later; see :meth:`start`.
-        Raises WireError if the payload does not fit the layer table."""
+        Raises WireError if the payload does not fit the layer table. The caller gets any other error, such as that of a
+        lack of memory, and the connection goes on."""
 
     def due(self, id_: int) -> int:
         """Return the length of the payload that the RESULT of a call must have, in bytes."""

@@ -191,7 +191,13 @@ class LaneCarrier(Carrier):
         return [wire.pack_call(CallMessage(pending.id, call.key, call.kind, pending.rows, 0, 0))]
 
     def take(self, pending: Pending, attached: Sequence[Any]) -> Results | None:
-        results = _empty(pending.rows, pending.expected.answer, self.device)
+        try:
+            results = _empty(pending.rows, pending.expected.answer, self.device)
+        except (MemoryError, RuntimeError) as error:  # these results would be taken for those of the next call
+            if self._channel is not None:
+                self._channel.arrived(pending, error)
+            self._connection.lose(ConnectionLostError(f"there is no memory for results: {error}"))
+            return None
         self._lanes.receive(results, partial(self._took, pending, results))
         return None
 

@@ -61,8 +61,13 @@ class ArenaCarrier(Carrier):
             return None
         call, rows = pending.call, pending.rows
         pending.place = place
-        for matrix, tensor in zip(self._memory.matrices(place, rows, pending.expected.call), call.tensors, strict=True):
-            matrix.copy_(tensor)
+        matrices = self._memory.matrices(place, rows, pending.expected.call)
+        try:
+            for matrix, tensor in zip(matrices, call.tensors, strict=True):
+                matrix.copy_(tensor)
+        except BaseException:
+            self.free(pending)
+            raise
         answer = place + pending.call_bytes
         return [wire.pack_call(CallMessage(pending.id, call.key, call.kind, rows, place, answer))]
 
@@ -96,7 +101,7 @@ class SegmentCarrier(ArenaCarrier):
         self._asked = False
         """Whether a segment was asked for and has not come."""
         self._refused: UsageError | None = None
-        """Why the executor gave no segment for the next call."""
+        """Why there is no segment for the next call."""
 
     def put(self, pending: Pending) -> list[bytes] | None:
         refused, self._refused = self._refused, None
@@ -128,7 +133,12 @@ class SegmentCarrier(ArenaCarrier):
         if len(content) == 1:
             self._refused = UsageError(f"the executor has no room for this client's tensors: {content[0]}")
             return
-        self._memory = self._segment = segment = Segment.open(self.device, self._arena.end, self._limit, content)
+        try:
+            segment = Segment.open(self.device, self._arena.end, self._limit, content)
+        except RuntimeError as error:  # of CUDA
+            self._refused = UsageError(f"this client cannot map the executor's memory on {self.device}: {error}")
+            return
+        self._memory = self._segment = segment
         self._places = Places(segment.start, segment.end)
 
 

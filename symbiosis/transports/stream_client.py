@@ -186,6 +186,8 @@ class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol)
                 self._channel.received(*message)
         except WireError as error:
             self.lose(error)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            self.lose(ConnectionLostError(f"there is no memory for an answer: {error}"))
 
     def send(self, parts: Sequence[Any]) -> None:
         if self._error is None:

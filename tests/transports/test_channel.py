@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from symbiosis.errors import ConnectionLostError
 from symbiosis.transports import channel as driver
-from symbiosis.transports import wire
+from symbiosis.transports import stream_client, wire
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.conversation import PING_AFTER_S, UNANSWERED, Conversation
 from symbiosis.transports.limits import Limits
@@ -23,8 +24,14 @@ from tests.transports.test_conversation import a_call, welcome
 
 ROWS = 1000
 LIMITS = Limits(rows=ROWS, arena_bytes=1 << 20)
-RESULT = frame(wire.pack(Type.RESULT, 1), ROWS * 8 * 4) + bytes(ROWS * 8 * 4)
-"""The answer to the first call."""
+
+
+def result(number: int) -> bytes:
+    """Return the answer to a call, the first of which has the number 1."""
+    return frame(wire.pack(Type.RESULT, number), ROWS * 8 * 4) + bytes(ROWS * 8 * 4)
+
+
+RESULT = result(1)
 LONG = 3 * UNANSWERED
 """Looks, one for each PING, after which a silent executor has long been given up."""
 
@@ -113,6 +120,40 @@ async def test_a_call_may_take_long_while_its_bytes_go(talk: Talk) -> None:
     talk.transport.waiting = 0
     talk.connection.comes(RESULT)
     assert torch.equal((await talk.reply)[0], torch.zeros(ROWS, 8))
+
+
+async def test_a_call_whose_results_cannot_be_taken_ends_with_that_error(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was sent again over another connection, with the same end, again and again."""
+    with monkeypatch.context() as patch:
+        patch.setattr(talk.connection.carrier, "take", Mock(side_effect=RuntimeError("out of memory")))
+        talk.connection.comes(RESULT)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await talk.reply
+    reply = talk.channel.send(a_call(ROWS))
+    talk.connection.comes(result(2))
+    assert torch.equal((await reply)[0], torch.zeros(ROWS, 8))
+
+
+async def test_no_memory_for_a_payload_loses_the_connection(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_client, "block", Mock(side_effect=RuntimeError("out of memory")))
+    talk.connection.comes(RESULT)
+    with pytest.raises(ConnectionLostError, match="no memory for an answer: out of memory"):
+        await talk.reply
+
+
+async def test_a_call_that_cannot_be_sent_ends_with_that_error(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted as sent for ever, and the limits left less for later calls."""
+    talk.connection.comes(RESULT)
+    with monkeypatch.context() as patch:
+        patch.setattr(talk.connection.carrier, "put", Mock(side_effect=RuntimeError("a tensor on meta")))
+        reply = talk.channel.send(a_call(1))
+    with pytest.raises(RuntimeError, match="a tensor on meta"):
+        await reply
+    reply = talk.channel.send(a_call(ROWS))
+    talk.connection.comes(result(3))
+    assert torch.equal((await reply)[0], torch.zeros(ROWS, 8))
 
 
 @pytest.mark.parametrize("sent", [False, True])

@@ -165,6 +165,27 @@ async def test_a_full_gpu_and_a_call_too_large(base: Any, address: str, gpu: Gpu
         channel.close()
 
 
+@pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
+async def test_a_segment_that_the_client_cannot_map(
+    base: Any, address: str, gpu: Gpu, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container without the host's IPC, for example."""
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        transport, call = make_transport(address), Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (torch.zeros(1, 32),))
+        monkeypatch.setattr(device, "map_", Mock(side_effect=RuntimeError("CUDA: invalid argument (1)")))
+        channel: Any
+        if kind == "coroutines":
+            channel = await transport.connect(address, "client")
+            answer = asyncio.wait_for(channel.send(call), 20)
+        else:
+            channel = await in_thread(transport.connect_blocking, address, "client")
+            answer = in_thread(channel.call, call)
+        with pytest.raises(UsageError, match="cannot map the executor's memory on cpu: CUDA: invalid argument"):
+            await answer
+        channel.close()
+
+
 async def test_calls_of_increasing_size_one_by_one(base: Any, address: str, gpu: Gpu) -> None:
     """Each call is within the limit, because segments that have become too small are freed."""
     async with symbiosis.Executor(base) as executor:

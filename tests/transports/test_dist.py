@@ -24,7 +24,7 @@ from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import BrokenError, ConnectionLostError, UsageError, WireError
 from symbiosis.testing import tiny_model
-from symbiosis.transports import lanes, wire
+from symbiosis.transports import dist, lanes, wire
 from symbiosis.transports.blocking import ThreadedChannel
 from symbiosis.transports.connection import joined
 from symbiosis.transports.dist import LaneCarrier, LaneConnection
@@ -515,6 +515,28 @@ async def test_results_count_until_their_lane_has_let_go_of_them(monkeypatch: py
         assert budget.held > 4 * n * 32_000
         await until(lambda: budget.held == 0, 20)
         mallory.close()
+
+
+async def test_no_memory_for_results_ends_that_call_alone(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results stay on their lane, so the next call, which must not get them, needs another one."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, insecure=True)
+        channel = await make_transport(listener.address).connect(listener.address, "client")
+        key, x, y = Key((channel.layers[-1].layer,), Pass.FORWARD), torch.randn(4, 32), torch.randn(4, 32)
+        real, failures = dist._empty, [RuntimeError("out of memory")]
+
+        def empty(rows: int, columns: Any, device: torch.device) -> Any:
+            if columns[0][0] == base.lm_head.out_features and failures:
+                raise failures.pop()
+            return real(rows, columns, device)
+
+        monkeypatch.setattr(dist, "_empty", empty)
+        replies = [channel.send(Call(key, Kind.FINETUNE, (rows,))) for rows in (x, y)]
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await asyncio.wait_for(replies[0], 20)
+        (result,) = await asyncio.wait_for(replies[1], 20)
+        torch.testing.assert_close(result, base.lm_head(y))
+        channel.close()
 
 
 async def test_a_regular_client_keeps_to_the_limits(base: Any) -> None:
