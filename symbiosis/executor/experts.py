@@ -119,9 +119,9 @@ def probe(name: str, module: nn.Module) -> tuple[int, int, torch.dtype]:
     weight = next(module.parameters())
     generator = torch.Generator().manual_seed(0)
     chosen = torch.tensor([[0, experts - 1], [experts - 1, 0], [experts // 2, 0]], device=weight.device)
-    weights = torch.rand(3, 2, generator=generator).to(weight.device, weight.dtype)
+    weights = torch.rand(3, 2, generator=generator, device="cpu").to(weight.device, weight.dtype)
     for width in _widths(module):
-        x = torch.randn(3, width, generator=generator).to(weight.device, weight.dtype)
+        x = torch.randn(3, width, generator=generator, device="cpu").to(weight.device, weight.dtype)
         try:
             together = run(module, experts, x, chosen, weights)
             alone = torch.cat(

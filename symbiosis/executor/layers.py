@@ -233,7 +233,8 @@ def _gives_the_product(module: nn.Linear) -> bool:
         return False
     if weight.is_meta:  # names are checked before weights are loaded, and this is asked again afterwards
         return True
-    x = torch.randn(2, 33, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 33, weight.shape[1], generator=generator, device="cpu").to(weight.device, weight.dtype)
     x[1] *= 1e3 if weight.dtype is torch.float16 else 1e6
     training = module.training
     try:
@@ -306,7 +307,7 @@ def _probe(name: str, module: nn.Module) -> tuple[int, int, torch.dtype]:
     weight: torch.Tensor = first.weight  # type: ignore[assignment]
     width = weight.shape[0] if isinstance(first, Conv1D) else weight.shape[1]
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, width, generator=generator).to(weight.device, weight.dtype)
+    x = torch.randn(3, width, generator=generator, device="cpu").to(weight.device, weight.dtype)
     modes = {each: each.training for each in module.modules()}
     buffers = [  # training changes those of batch norms
         (each._buffers, name, buffer, buffer.clone())

@@ -176,7 +176,8 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
 def _problem(dtype: torch.dtype) -> str | None:
     """Return why weights of this dtype cannot be packed here, or None."""
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((3, 256), (512, 256), (512,)))
+    shapes = (3, 256), (512, 256), (512,)
+    x, weight, bias = (torch.randn(*shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
     try:
         with torch.no_grad():
             packed = _packed(weight)

@@ -181,7 +181,8 @@ def probe(name: str, module: Any, dtype: torch.dtype) -> None:
         module.support_avx512bf16_for_cpu = False
     what = f"{name} ({type(module).__name__} with a weight of type {type(module.weight).__name__})"
     device = module.weight.device
-    x = torch.randn(3, module.in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, module.in_features, generator=generator, device="cpu").to(device, dtype)
     try:
         with torch.no_grad():
             weight = weight_of(module)

@@ -82,14 +82,14 @@ class ShardGroup:
     def tell(self, rank: int, value: Any) -> None:
         """Send plain data as JSON."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        self._told.send([torch.tensor([len(data)])], rank, 0).wait(timedelta(seconds=WITHIN_S))
+        self._told.send([torch.tensor([len(data)], device="cpu")], rank, 0).wait(timedelta(seconds=WITHIN_S))
         self._told.send([data], rank, 0).wait(timedelta(seconds=WITHIN_S))
 
     def hear(self, rank: int) -> Any:
         """Return what a shard tells, within the time for loading."""
-        length = torch.empty(1, dtype=torch.int64)
+        length = torch.empty(1, dtype=torch.int64, device="cpu")
         self._told.recv([length], rank, 0).wait(timedelta(seconds=MEET_WITHIN_S))
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         self._told.recv([data], rank, 0).wait(timedelta(seconds=WITHIN_S))
         return json.loads(bytes(data.numpy()))
 
@@ -119,11 +119,11 @@ class ShardGroup:
         return self._send(0, _ANSWER, [ok], messages)
 
     def _send(self, rank: int, tag: int, numbers: Sequence[int], messages: Results) -> list[Any]:
-        sent = [self._told.send([torch.tensor(numbers, dtype=torch.int64)], rank, tag)]
+        sent = [self._told.send([torch.tensor(numbers, dtype=torch.int64, device="cpu")], rank, tag)]
         return sent + [self._rows.send([message], rank, _ROWS) for message in messages]
 
     def _await(self, rank: int, tag: int, numbers: int) -> tuple[torch.Tensor, Any]:
-        message = torch.empty(numbers, dtype=torch.int64)
+        message = torch.empty(numbers, dtype=torch.int64, device="cpu")
         return message, self._told.recv([message], rank, tag)
 
     def next_order(self) -> list[int]:

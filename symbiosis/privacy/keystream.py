@@ -34,7 +34,7 @@ class Keystream:
         self._encryptor = cipher.encryptor()
         self._lock = threading.Lock()
         self._normals_lock = threading.Lock()
-        self._normals = torch.empty(0, dtype=torch.float64)
+        self._normals = torch.empty(0, dtype=torch.float64, device="cpu")
         """Normal numbers that were computed and not yet drawn."""
 
     def raw(self, size: int) -> bytearray:

@@ -133,7 +133,7 @@ def _samples(values: torch.Tensor) -> torch.Tensor:
 @cache
 def _positions(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """Return the flat indices [samples] of elements that are spread over all rows and columns of a matrix."""
-    steps = torch.arange(_SAMPLES, dtype=torch.float64)
+    steps = torch.arange(_SAMPLES, dtype=torch.float64, device="cpu")
     row = steps.mul(rows / _SAMPLES).long()
     column = steps.mul(_GOLDEN_RATIO).frac().mul(columns).long()
     return (row * columns + column).to(device)

@@ -108,7 +108,7 @@ class PadFolder:
             start, checksum = ENTRY.unpack_from(data)
             if start <= first and checksum == _checksum(secret, start, memoryview(data)[ENTRY.size :]):
                 return torch.frombuffer(data, dtype=dtype, offset=ENTRY.size).view(-1, width)[first - start :]
-        return torch.empty(0, width, dtype=dtype)
+        return torch.empty(0, width, dtype=dtype, device="cpu")
 
     def close(self) -> None:
         """Release the folder."""

@@ -481,6 +481,27 @@ async def test_the_default_device_is_no_mode_of_a_tenant(base: Any) -> None:
         assert str(torch.empty(0).device) == "cpu"
 
 
+@pytest.mark.parametrize("side", ["executor", "tenant"])
+async def test_tensors_in_host_memory_whatever_the_default_device_is(base: Any, side: str) -> None:
+    expected = base(input_ids=IDS).logits
+
+    def tenant() -> Any:
+        with symbiosis.open_model(listener.address) as model:
+            torch.set_default_device("meta" if side == "tenant" else None)  # of this thread
+            try:
+                return model(input_ids=IDS).logits
+            finally:
+                torch.set_default_device(None)
+
+    torch.set_default_device("meta" if side == "executor" else None)
+    try:
+        async with symbiosis.Executor(base) as executor:
+            listener = await executor.listen("tcp://127.0.0.1:0")
+            torch.testing.assert_close(await in_thread(tenant), expected)
+    finally:
+        torch.set_default_device(None)
+
+
 async def test_hooks_that_one_tenant_disables_work_for_others(base: Any) -> None:
     async with symbiosis.Executor(base, policy="lockstep") as executor:
         async with executor.client() as alice, executor.client() as bob:

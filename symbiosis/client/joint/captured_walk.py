@@ -98,7 +98,7 @@ class CapturedWalk:
         torch.cat(ids, out=self.ids)
         torch.cat(positions, out=self._positions)
         lengths = [0 if text is None else text.length for text in self.pool.texts]
-        self._lengths.copy_(torch.tensor(lengths), non_blocking=True)
+        self._lengths.copy_(torch.tensor(lengths, device="cpu"), non_blocking=True)
 
     def run(self) -> None:
         """Walk: the first time by the model's own code, which is captured, and then by the graph."""

@@ -242,7 +242,7 @@ def _users(tensor: torch.Tensor) -> float:
 
 
 _count = getattr(torch._C, "_storage_Use_Count", None)  # private to torch
-_USERS_OF_ONE = min(_users(torch.empty(1)), 2**32)
+_USERS_OF_ONE = min(_users(torch.empty(1, device="cpu")), 2**32)
 """What torch counts for memory that one tensor has."""
 
 
