@@ -145,3 +145,9 @@ def modes_aside() -> Iterator[None]:
         if modes is not None:
             modes.restore()
         _set_grad_enabled(grad)
+
+
+def no_modes() -> contextlib.AbstractContextManager[None]:
+    """Put torch's modes aside meanwhile, if this thread is in any. For callbacks of an event loop: a coroutine may hold
+    modes while it waits, and they must not reach the tensors of others."""
+    return modes_aside() if in_modes() else contextlib.nullcontext()

@@ -12,7 +12,6 @@ meanwhile. A lock therefore guards the scheduler; no batch runs while it is held
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import math
@@ -37,7 +36,7 @@ from symbiosis.executor.runner import Compute, DeviceClock, Runner
 from symbiosis.executor.statistics import Statistics
 from symbiosis.executor.timeline import Timeline
 from symbiosis.executor.unpacked import Unpacked
-from symbiosis.modes import in_modes, modes_aside
+from symbiosis.modes import in_modes, no_modes
 
 log = logging.getLogger(__name__)
 
@@ -323,8 +322,7 @@ class Engine:
             self._report_policy()
         if isinstance(action, Batch):
             try:
-                # Modes that a coroutine holds while it waits must not reach base layers.
-                with modes_aside() if in_modes() else contextlib.nullcontext():
+                with no_modes():
                     self._run(action, loop)
             finally:
                 # This turn follows the callbacks of the answered clients, so they can join the next batch.

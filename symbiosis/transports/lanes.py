@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from symbiosis.errors import BrokenError, BusyError, SymbiosisError, WireError
+from symbiosis.modes import no_modes
 from symbiosis.process_groups import gloo, nccl
 from symbiosis.transports import wire
 from symbiosis.transports.wire import Type
@@ -202,7 +203,8 @@ class Lanes:
 
         def unless_closed() -> None:
             if not self._closed:
-                callback(*arguments)
+                with no_modes():
+                    callback(*arguments)
 
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(unless_closed)

@@ -231,9 +231,6 @@ def block(size: int) -> tuple[torch.Tensor, memoryview]:
     """Return memory for a payload, as a tensor and as a view. torch aligns it to 64 bytes: on unaligned rows a matrix
     product may differ in its last bits."""
     memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-    if memory.is_inference():  # a coroutine holds that mode while it waits for something else
-        with torch.inference_mode(False):
-            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
     return memory, memory.numpy().data
 
 

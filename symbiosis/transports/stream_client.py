@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from symbiosis.errors import ConnectionLostError, SymbiosisError, WireError
+from symbiosis.modes import no_modes
 from symbiosis.transports import wire
 from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Carrier, Receiver
 from symbiosis.transports.conversation import PING_AFTER_S
@@ -182,8 +183,9 @@ class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol)
     def _pass_on(self) -> None:
         """Give the channel the messages that have come."""
         try:
-            while self._channel is not None and (message := self._take()) is not None:
-                self._channel.received(*message)
+            with no_modes():
+                while self._channel is not None and (message := self._take()) is not None:
+                    self._channel.received(*message)
         except WireError as error:
             self.lose(error)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from symbiosis.core.transport import Service
 from symbiosis.errors import BusyError, ExecutorClosedError, SymbiosisError, UsageError, WireError
+from symbiosis.modes import no_modes
 from symbiosis.transports import descriptors, wire
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Peer
@@ -139,20 +140,21 @@ class StreamLine(asyncio.BufferedProtocol):
         """Take some messages that have come; reading of the connection goes on when there are no more."""
         self._reading = None
         try:
-            for _ in range(READ_AT_ONCE):
-                if self.peer.gone:
-                    return
-                if self._stream.awaits and not self._stream.take():
-                    self._resume()
-                    return
-                if not self._listening or self._has_enough_unread():
-                    self._pause()
-                    return
-                found = self._stream.next()
-                if found is None:
-                    self._resume()
-                    return
-                self.peer.received(*found)
+            with no_modes():
+                for _ in range(READ_AT_ONCE):
+                    if self.peer.gone:
+                        return
+                    if self._stream.awaits and not self._stream.take():
+                        self._resume()
+                        return
+                    if not self._listening or self._has_enough_unread():
+                        self._pause()
+                        return
+                    found = self._stream.next()
+                    if found is None:
+                        self._resume()
+                        return
+                    self.peer.received(*found)
         except WireError as error:
             self.peer.refuse(error)
             return

@@ -173,6 +173,23 @@ async def test_training_after_inference_mode(base: Any, kind: str, site: Site) -
             await in_thread(tenant)
 
 
+async def test_training_while_another_coroutine_holds_inference_mode(
+    base: Any, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with symbiosis.Executor(base) as executor:
+        address = (await site.listen(executor)).address
+        async with symbiosis.connect(address, **site.connecting) as remote, remote.client(lora(), seed=0) as client:
+            run, seen = executor.engine.runner.run_alone, []
+            monkeypatch.setattr(executor.engine.runner, "run_alone", lambda call: (seen.append(call), run(call))[1])
+            step = asyncio.create_task(client.train_step(BATCH, adamw(client.model)))
+            while not seen:  # noqa: ASYNC110 (`until` waits too long between two looks)
+                await asyncio.sleep(0)
+            with torch.inference_mode():
+                await asyncio.wait([step], timeout=20)
+            assert step.result() > 0
+            assert not any(tensor.is_inference() for call in seen for tensor in call.tensors)
+
+
 async def test_a_client_leaves_although_a_forked_process_has_its_socket(base: Any, site: Site) -> None:
     async with symbiosis.Executor(base) as executor:
         address = (await site.listen(executor)).address
