@@ -127,7 +127,9 @@ def load_key(path: str | Path) -> KeyPair:
     if others:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False  # certificates are compared, whatever the host is called
-        _settings(context, path, others)
+        _settings(context, path)
+        for certificate in others:
+            _trust(context, path, certificate)
     return KeyPair(path, identity(ssl.PEM_cert_to_DER_cert(own)), context)
 
 
@@ -153,24 +155,30 @@ def _certificates(path: Path) -> list[str]:
     try:
         for text in found:
             x509.load_pem_x509_certificate(text.encode()).public_key()
-    except (ValueError, UnsupportedAlgorithm):  # the latter for a curve that cryptography does not know
+    except (ValueError, UnsupportedAlgorithm, x509.InvalidVersion):  # the second for a curve that it does not know
         found = []
     if not found:
         raise UsageError(f"{path} is no key file; `symbiosis keys new` makes them")
     return found
 
 
-def _settings(context: ssl.SSLContext, own: Path, trusted: list[str]) -> ssl.SSLContext:
+def _settings(context: ssl.SSLContext, own: Path) -> None:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # compare whole certificates: many have one name
     try:
         context.load_cert_chain(own)
-        if trusted:
-            context.load_verify_locations(cadata="".join(trusted))
     except (ssl.SSLError, OSError) as error:
         raise UsageError(f"the key in {own} cannot be used: {error}") from error
-    return context
+
+
+def _trust(context: ssl.SSLContext, path: Path, certificate: str) -> None:
+    """Accept a certificate from a file. Raises UsageError if OpenSSL, which reads more of it than cryptography does,
+    cannot read it."""
+    try:
+        context.load_verify_locations(cadata=certificate)
+    except ssl.SSLError as error:
+        raise UsageError(f"the certificate in {path} cannot be used: {error}") from error
 
 
 class Keyring:
@@ -210,24 +218,24 @@ class Keyring:
         if seen != self._seen:
             names: dict[str, str] = {}
             broken: dict[str, str] = {}
-            trusted: list[str] = []
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.num_tickets = 0  # no session outlives the tenant's key
+            _settings(context, self.own.path)
             for path in seen:
                 try:
                     certificate = _certificates(path)[0]
+                    found = identity(ssl.PEM_cert_to_DER_cert(certificate))
+                    if found == self.own.public:
+                        broken[path.name] = "it is the executor's own key"
+                    elif found in names:
+                        other = f"{names[found]}.public"
+                        broken[path.name] = f"{other} has the same key; delete both to lock its tenant out"
+                    else:
+                        _trust(context, path, certificate)
+                        names[found] = path.stem
                 except UsageError as error:
                     broken[path.name] = str(error)
-                    continue
-                found = identity(ssl.PEM_cert_to_DER_cert(certificate))
-                if found == self.own.public:
-                    broken[path.name] = "it is the executor's own key"
-                elif found in names:
-                    broken[path.name] = f"{names[found]}.public has the same key; delete both to lock its tenant out"
-                else:
-                    names[found] = path.stem
-                    trusted.append(certificate)
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.num_tickets = 0  # no session outlives the tenant's key
-            self._context = _settings(context, self.own.path, trusted)
+            self._context = context
             self._seen, self._names, self.broken = seen, names, broken
         self._changed = changed
         return self._names

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import logging
 import os
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ from symbiosis.transports import keys as keys_module
 from symbiosis.transports import stream_line, tcp_listener, wire
 from symbiosis.transports.keys import load_key, new_key
 from symbiosis.transports.wire import Type
-from tests.helpers import IDS, in_thread, until
+from tests.helpers import IDS, command, in_thread, until
 from tests.transports.raw import a_call, hello, raw, receive, rows
 
 LOCAL = "tcp://127.0.0.1:0"
@@ -169,6 +170,26 @@ async def test_files_that_admit_nobody_are_told(base: Any, keys: Path, caplog: p
         assert "alice.public has the same key; delete both" in told["eve.public"]
         assert told["self.public"] == "it is the executor's own key"
         assert executor.service.keyed_tenants == {"alice", "bob"}
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [(bytes.fromhex("a003020102"), bytes.fromhex("a003020107")), (b"carol", b"\xff" * 5)],
+    ids=["an unknown version", "a name that is no UTF-8"],
+)
+async def test_a_certificate_that_cannot_be_read_keeps_out_no_other_tenant(
+    base: Any, keys: Path, caplog: pytest.LogCaptureFixture, part: bytes, other: bytes
+) -> None:
+    """Python's cryptography cannot read the first, and OpenSSL cannot read the second."""
+    _, good = certificate("carol")
+    data = ssl.PEM_cert_to_DER_cert(good).replace(part, other)
+    (keys / "carol.public").write_text(ssl.DER_cert_to_PEM_cert(data))
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        async with symbiosis.connect(listener.address, key=keys / "alice.secret") as remote:
+            assert await remote.status()
+    assert [getattr(record, "file", "") for record in caplog.records] == ["carol.public"]
+    assert command("keys", "list", "--keys", str(keys)).stdout == "alice\nbob\n"
 
 
 async def test_a_folder_without_tenants_is_told(base: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
