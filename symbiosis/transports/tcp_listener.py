@@ -185,6 +185,13 @@ class TcpLine(StreamLine):
             self._stop_deadline()
             self._known()
 
+    def open(self, tenant: str) -> None:
+        super().open(tenant)
+        try:  # the rest follows with HELLO; without this, connections that send none would take those of all tenants
+            self._check_count(sum(self._of_tenant()), self.listener.limits.clients + self._most_others())
+        except BusyError as error:
+            self.peer.refuse(error)
+
     def _flush(self) -> None:
         """Send what TLS itself has to send."""
         if data := self._stream.unsent():
@@ -277,15 +284,26 @@ class TcpLine(StreamLine):
         }
 
     def greeted(self, name: str) -> str:
-        listener = self.listener
-        mine = [line.peer for line in listener.lines if line.tenant == self.tenant and not line.peer.gone]
-        clients, connections = sum(one.session is not None for one in mine), len(mine) - 1
-        if name and clients >= listener.limits.clients:
+        clients, others = self._of_tenant()
+        if name and clients >= self.listener.limits.clients:
             raise BusyError(f"{self.tenant} has {clients} clients here already; close one first")
-        if connections - clients >= max(listener.limits.clients, LOOKS_OF_ONE):
-            raise BusyError(f"{self.tenant} has {connections} connections here already; close one first")
+        self._check_count(clients + others, clients + self._most_others())
         super().greeted(name)
         return name if self.user is None else f"{self.tenant}/{name}"  # with keys, each tenant has names of its own
+
+    def _of_tenant(self) -> tuple[int, int]:
+        """Return how many clients the tenant has here, and how many other connections besides this one."""
+        lines = [line for line in self.listener.lines if line.tenant == self.tenant and line is not self]
+        peers = [line.peer for line in lines if not line.peer.gone]
+        clients = sum(peer.session is not None for peer in peers)
+        return clients, len(peers) - clients
+
+    def _most_others(self) -> int:
+        return max(self.listener.limits.clients, LOOKS_OF_ONE)
+
+    def _check_count(self, connections: int, most: int) -> None:
+        if connections >= most:
+            raise BusyError(f"{self.tenant} has {connections} connections here already; close one first")
 
     def local_ip(self) -> str:
         """Return the IP address of this end."""

@@ -215,7 +215,7 @@ async def test_a_tenant_sees_its_own_activity_only(base: Any, keys: Path) -> Non
 async def test_a_burst_of_connections_while_the_executor_is_busy(base: Any) -> None:
     """All of the connections wait in the kernel's queue until the executor accepts them."""
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
+        listener = await executor.listen(LOCAL, limits=Limits(clients=300))
         burst = [socket.create_connection(resolve(listener.address), 1.0) for _ in range(300)]
         await until(lambda: len(listener.lines) == 300)  # type: ignore[attr-defined]
         for client in burst:
@@ -253,6 +253,24 @@ async def test_clients_of_a_tenant_are_counted(base: Any, keys: Path) -> None:
                 await remote.client().open()
             async with symbiosis.connect(listener.address, key=keys / "bob.secret") as other, other.client() as bob:
                 await bob.forward(input_ids=IDS)
+
+
+async def test_connections_of_a_tenant_are_counted_before_their_hello(
+    base: Any, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_listener, "LOOKS_OF_ONE", 2)
+    monkeypatch.setattr(stream_line, "MAX_CONNECTIONS", 4)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys, limits=Limits(clients=1))
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(await in_thread(raw, listener.address, keys / "alice.secret"))
+            for _ in range(3):
+                with await in_thread(raw, listener.address, keys / "alice.secret") as another:
+                    type_, content = await in_thread(receive, another)
+                    assert (type_, content[0]) == (Type.ENDED, "BusyError")
+            async with symbiosis.connect(listener.address, key=keys / "bob.secret", retry=0) as remote:
+                assert await remote.status()
 
 
 async def test_looks_are_counted_apart_from_clients(base: Any) -> None:
