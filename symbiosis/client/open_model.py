@@ -82,7 +82,7 @@ def open_model(
     Args:
         address: an executor's address, such as ``shm:///run/symbiosis.sock``.
         name: name of this client, shown in the executor's statistics and events.
-        device: device of the client's part of the model; by default one of the same type (CPU, CUDA) as the executor's.
+        device: where the client's part of the model runs; by default where the transport delivers tensors.
         priority, slo_ms, ttft_ms, kind: what this client asks for; see :meth:`symbiosis.Base.client`.
         privacy: how the rows that leave this process are masked; see :meth:`symbiosis.Executor.client`.
         **options: of the transport. All transports between processes have ``retry``: seconds to wait for an executor
