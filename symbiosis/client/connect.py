@@ -35,7 +35,11 @@ _MAX_CLIENTS = 1024
 
 def new_name() -> str:
     """Return a client name that no other client is likely to have."""
-    return f"{getpass.getuser()}-{os.getpid()}-{next(_numbers)}"
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in a container; the latter from Python 3.13 on
+        user = f"uid{os.getuid()}"
+    return f"{user}-{os.getpid()}-{next(_numbers)}"
 
 
 def connect(address: str, *, privacy: str | Privacy | None = None, joint: str = "auto", **options: Any) -> Base:

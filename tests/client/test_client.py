@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import getpass
+import os
 import sys
 import threading
 import weakref
@@ -21,6 +23,7 @@ from transformers import CompileConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import symbiosis
+from symbiosis.client.connect import new_name
 from symbiosis.client.cores import end_helpers
 from symbiosis.errors import ClientClosedError, ExecutorClosedError, SplitError, UsageError
 from symbiosis.testing import tiny_model
@@ -41,6 +44,13 @@ async def test_forward_gives_the_models_own_output(executor: symbiosis.Executor)
         assert output.logits.shape == (2, 9, 64)
         assert output.loss.requires_grad
         assert isinstance(await client.forward(input_ids=IDS, return_dict=False), tuple)
+
+
+@pytest.mark.parametrize("error", [KeyError, OSError])
+def test_a_client_of_a_user_without_a_name_has_one(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    """In a container, for example."""
+    monkeypatch.setattr(getpass, "getuser", Mock(side_effect=error("uid not found")))
+    assert new_name().startswith(f"uid{os.getuid()}-{os.getpid()}-")
 
 
 async def test_without_an_adapter_the_output_is_that_of_the_base_model(executor: symbiosis.Executor, base: Any) -> None:
