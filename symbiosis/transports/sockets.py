@@ -44,14 +44,20 @@ class Endpoint(NamedTuple):
 
 
 def resolve(address: str) -> Endpoint:
-    """Return the IP address and port of ``scheme://host:port``. Blocks while it looks up the host. Raises UsageError:
-    the address does not have this form; ConnectionLostError: there is no such host."""
+    """Return the first of :func:`resolve_all`, where a listener listens."""
+    return resolve_all(address)[0]
+
+
+def resolve_all(address: str) -> list[Endpoint]:
+    """Return the IP addresses and the port of ``scheme://host:port``, in the order in which a client tries them. Blocks
+    while it looks up the host. Raises UsageError: the address does not have this form; ConnectionLostError: there is no
+    such host."""
     host, port = host_and_port(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConnectionLostError(f"{address}: there is no host {host!r}: {error}") from error
-    return Endpoint(str(found[0][4][0]), port)
+    return [Endpoint(ip, port) for ip in dict.fromkeys(str(where[4][0]) for where in found)]
 
 
 def host_and_port(address: str) -> tuple[str, int]:

@@ -19,7 +19,7 @@ from symbiosis.transports.conversation import Pending
 from symbiosis.transports.joining import ANSWER_WITHIN_S, joining
 from symbiosis.transports.keys import KeyPair
 from symbiosis.transports.share import Progress
-from symbiosis.transports.sockets import LOST_EXECUTOR_S, carries_tensors, prepare, resolve
+from symbiosis.transports.sockets import LOST_EXECUTOR_S, Endpoint, carries_tensors, prepare, resolve_all
 from symbiosis.transports.stream import ByteStream, TlsByteStream, matrices, payload_of
 from symbiosis.transports.stream_client import AsyncStreamClient, BlockingStreamClient, StreamClient
 from symbiosis.transports.wire import CallMessage, Hello
@@ -78,9 +78,9 @@ class TcpConnection(StreamClient):
         progress: Progress | None = None,
     ) -> None:
         super().__init__(address)
-        endpoint = resolve(address)
+        endpoints = resolve_all(address)
         private = key is not None and carries_tensors(address)
-        if not private and not endpoint.loopback and not insecure:
+        if not private and not insecure and not all(endpoint.loopback for endpoint in endpoints):
             raise UsageError(
                 f"{address} is on another host; give key=file (--key; from the executor's provider), "
                 "or insecure=True (--insecure) if every host on the network may read the data"
@@ -91,10 +91,7 @@ class TcpConnection(StreamClient):
             self._stream = ByteStream(wire.MAX_TO_CLIENT)
         else:
             self._stream = TlsByteStream(wire.MAX_TO_CLIENT, key.context, server=False)
-        try:
-            self._socket = socket.create_connection(endpoint, ANSWER_WITHIN_S)
-        except OSError as error:
-            raise ConnectionLostError(f"no executor answers on {address}: {error.strerror or error}") from error
+        self._socket = self._connect(endpoints)
         try:
             prepare(self._socket, LOST_EXECUTOR_S)
             self._exchange(joining(address, hello, again, progress))
@@ -106,6 +103,16 @@ class TcpConnection(StreamClient):
         except BaseException:
             self._socket.close()
             raise
+
+    def _connect(self, endpoints: Sequence[Endpoint]) -> socket.socket:
+        """Connect to the first address that answers."""
+        why = ""
+        for endpoint in endpoints:
+            try:
+                return socket.create_connection(endpoint, ANSWER_WITHIN_S)
+            except OSError as error:
+                why = error.strerror or str(error)
+        raise ConnectionLostError(f"no executor answers on {self.address}: {why}")
 
     def _reason(self, error: Exception | None) -> SymbiosisError:
         if isinstance(error, SymbiosisError):

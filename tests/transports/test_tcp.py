@@ -109,6 +109,24 @@ async def test_ipv6(base: Any) -> None:
             torch.testing.assert_close(output.logits, base(IDS).logits)
 
 
+async def test_the_addresses_of_a_host_are_tried_in_order(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, ips = socket.getaddrinfo, ["::1", "127.0.0.1"]
+
+    def getaddrinfo(host: str, *rest: Any, **options: Any) -> Any:
+        hosts = ips if host == "host" else [host]
+        return [each for ip in hosts for each in found(ip, *rest, **options)]
+
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        address = listener.address.replace("127.0.0.1", "host")
+        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+        async with symbiosis.connect(address) as remote:
+            assert await remote.status()
+        ips.append("192.0.2.1")
+        with pytest.raises(UsageError, match="is on another host"):
+            await symbiosis.connect(address).__aenter__()
+
+
 # Share of a model
 
 
