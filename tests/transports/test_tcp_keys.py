@@ -211,6 +211,22 @@ def test_the_executors_own_files_belong_together(keys: Path) -> None:
         make_transport(LOCAL, keys=keys)
 
 
+@pytest.mark.parametrize("years", [(2000, 2001), (9998, 9999)], ids=["expired", "not valid yet"])
+async def test_dates_of_certificates_have_no_meaning(base: Any, keys: Path, years: tuple[int, int]) -> None:
+    """Clocks of hosts differ, and the file of a key that is no longer valid is removed."""
+    for name in ("server", "carol"):
+        secret, public = certificate("carol", years=years)
+        pem = secret.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+        others = "" if name == "server" else (keys / "server.public").read_text()
+        (keys / f"{name}.public").write_text(public)
+        (keys / f"{name}.secret").write_text(pem + public + others)
+        (keys / f"{name}.secret").chmod(0o600)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        async with symbiosis.connect(listener.address, key=keys / "carol.secret", retry=0) as remote:
+            assert await remote.status()
+
+
 async def test_a_tenant_cannot_admit_others(base: Any, keys: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The certificate of a tenant may claim to be one of an authority. No certificate that it signs is admitted."""
     authority, secret = certificate("carol"), Ed25519PrivateKey.generate()
@@ -228,7 +244,10 @@ async def test_a_tenant_cannot_admit_others(base: Any, keys: Path, caplog: pytes
 
 
 def certificate(
-    name: str, key: Ed25519PrivateKey | None = None, authority: Ed25519PrivateKey | None = None
+    name: str,
+    key: Ed25519PrivateKey | None = None,
+    authority: Ed25519PrivateKey | None = None,
+    years: tuple[int, int] = (2000, 9999),
 ) -> tuple[Ed25519PrivateKey, str]:
     """Return an authority's key and certificate, or those of a key that an authority has signed."""
     key = key or Ed25519PrivateKey.generate()
@@ -239,8 +258,8 @@ def certificate(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(datetime.datetime(2000, 1, 1))
-        .not_valid_after(datetime.datetime(9999, 12, 31))
+        .not_valid_before(datetime.datetime(years[0], 1, 1))
+        .not_valid_after(datetime.datetime(years[1], 12, 31))
         .add_extension(x509.BasicConstraints(ca=authority is None, path_length=None), critical=True)
         .sign(authority or key, None)
     )
