@@ -142,7 +142,12 @@ class LaneCourier(TcpCourier):
         return None
 
     def _arrived(self, admitted: Admitted, tensors: Results) -> None:
-        self.line.peer.arrived(admitted, tuple([tensor.to(self._home) for tensor in tensors]))
+        try:
+            tensors = tuple([tensor.to(self._home) for tensor in tensors])
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            self.line.drop(f"there is no memory for its call: {error}")
+            return
+        self.line.peer.arrived(admitted, tensors)
 
     def answer(self, admitted: Admitted, results: Results, sent: Callable[[], object]) -> None:
         self.line.send(wire.pack_result(admitted.message.id))

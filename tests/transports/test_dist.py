@@ -27,7 +27,7 @@ from symbiosis.testing import tiny_model
 from symbiosis.transports import dist, lanes, wire
 from symbiosis.transports.blocking import ThreadedChannel
 from symbiosis.transports.connection import joined
-from symbiosis.transports.dist import LaneCarrier, LaneConnection
+from symbiosis.transports.dist import LaneCarrier, LaneConnection, LaneCourier
 from symbiosis.transports.keys import new_key
 from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes
 from symbiosis.transports.limits import Limits
@@ -515,6 +515,14 @@ async def test_results_count_until_their_lane_has_let_go_of_them(monkeypatch: py
         assert budget.held > 4 * n * 32_000
         await until(lambda: budget.held == 0, 20)
         mallory.close()
+
+
+def test_no_memory_for_the_tensors_of_a_call_ends_the_connection() -> None:
+    """Its client, which waits for the answer, joins again."""
+    line, tensor = Mock(), Mock(to=Mock(side_effect=RuntimeError("out of memory")))
+    LaneCourier("gloo", line)._arrived(Mock(), (tensor,))
+    line.drop.assert_called_once_with("there is no memory for its call: out of memory")
+    line.peer.arrived.assert_not_called()
 
 
 async def test_no_memory_for_results_ends_that_call_alone(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
