@@ -3,8 +3,9 @@
 A batch of a key takes a + b · rows seconds, so a request that joins another one's batch saves ``a``. A client that was
 served for an earlier key of the walk has yet to compute before each request up to this one. Waiting for it pays if it
 computes for a shorter time than the sum of ``a`` over these keys: clients that meet share batches from there on, and
-each of these batches, too, costs a wait of that kind. How long each client computes, and the order of keys, are
-learned.
+each of these batches, too, costs a wait of that kind. If ``a`` is larger at the other keys of the walk, their mean
+counts, because clients that part at this key share none of their batches either. How long each client computes, and the
+order of keys, are learned.
 """
 
 from __future__ import annotations
@@ -85,16 +86,22 @@ class Arrivals:
             key: of the request that would wait.
             now: present time, in seconds.
         """
-        place, saved = key, 0.0
-        for requests in range(1, _MAX_WALK + 1):
-            saved += self._latency[place].start or 0.0
-            before = self._before.get(place)
-            if before is None or (before == key and requests > 1):
-                break
+        keys = self._way(key)
+        starts = [self._latency[each].start or 0.0 for each in keys[:-1]]
+        mean = sum(starts) / max(len(starts), 1)
+        for requests, before in enumerate(keys[1:], 1):
             if left := self._left.get(before):
                 client, ended = next(reversed(left.items()))
                 computed = ended + requests * self._usual.get(client, 0.0)
+                saved = max(sum(starts[:requests]), requests * mean)
                 if computed - saved < now < computed + _PATIENCE * saved:
                     return computed + _PATIENCE * saved
-            place = before
         return -math.inf
+
+    def _way(self, key: Key) -> list[Key]:
+        """Return a key and those before it in a walk, the nearest one first."""
+        keys, before = [key], self._before.get(key)
+        while before is not None and len(keys) <= _MAX_WALK:
+            keys.append(before)
+            before = None if before == key else self._before.get(before)
+        return keys
