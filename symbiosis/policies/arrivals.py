@@ -24,8 +24,8 @@ _PATIENCE = 2
 """How long a wait for a client goes on after it has computed for its usual time, in multiples of what a wait saves."""
 _MAX_WALK = 16
 """A client counts as near a key if it needs at most this many requests until the one for the key."""
-_MAX_KEYS = 20_000
-_MAX_CLIENTS = 20_000
+_MOST = 20_000
+"""Keys, and clients. If there are more, what was learned is forgotten."""
 
 
 class Arrivals:
@@ -61,9 +61,10 @@ class Arrivals:
 
     def started(self, batch: Batch, now: float) -> None:
         """Note the clients of a batch that starts now."""
-        if max(len(self._before), len(self._left)) >= _MAX_KEYS or len(self._usual) >= _MAX_CLIENTS:
-            for known in (self._served_at, self._left, self._usual, self._before):
-                known.clear()
+        known = self._served_at, self._left, self._usual, self._before
+        if max(map(len, known)) >= _MOST:
+            for each in known:
+                each.clear()
         key, served_at = batch.key, self._served_at
         left = self._left.setdefault(key, OrderedDict())
         for request, _, _ in batch.slices:
@@ -75,9 +76,9 @@ class Arrivals:
 
     def ran(self, batch: Batch, seconds: float) -> None:
         """Note how long the latest batch of its clients took. On a GPU they may have sent other requests since."""
-        for request, _, _ in batch.slices:
-            if self._served_at.get(request.client) == batch.key:
-                self._left[batch.key][request.client] += seconds
+        for client in {request.client for request, _, _ in batch.slices}:
+            if self._served_at.get(client) == batch.key:
+                self._left[batch.key][client] += seconds
 
     def pays_until(self, key: Key, now: float) -> float:
         """Return until when waiting for another request for a key is expected to pay, or ``-inf``.

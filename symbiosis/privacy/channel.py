@@ -208,8 +208,11 @@ class MaskedChannel:
             self._side.wait(wait)
 
     def _prepare(self, keys: Iterable[Key]) -> list[Future[Any]]:
+        masked = [self.masked_key(key) for key in keys]
+        for each in masked if self._resident else ():
+            check_precision(self.device, each.dtype)
         with torch.no_grad():
-            waits = [self.mask.prepare(self.masked_key(key)) for key in keys]
+            waits = [self.mask.prepare(each) for each in masked]
         self.flush()
         return [wait for wait in waits if wait is not None]
 

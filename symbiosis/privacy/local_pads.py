@@ -201,7 +201,9 @@ class Pads(Mask):
         if self._closed:
             raise ClientClosedError("the client of these pads was closed")
         if self._failure is not None:
-            raise PrivacyError(f"local-pads: no more pads can be made: {self._failure}") from self._failure
+            raise PrivacyError(
+                f"local-pads: no more pads can be made for this client, so open another one: {self._failure}"
+            ) from self._failure
 
     def _stock(self, key: MaskedKey) -> PadStock:
         stock = self._stocks.get(key)

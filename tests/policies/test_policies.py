@@ -558,7 +558,7 @@ class TestAdaptive:
 
     def test_too_many_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The policy drops what it has learned, and continues."""
-        monkeypatch.setattr(arrivals, "_MAX_KEYS", 2)
+        monkeypatch.setattr(arrivals, "_MOST", 2)
         w = world_of(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b", "thinker")
         for layer in range(4):
             for _ in range(20):
@@ -570,6 +570,20 @@ class TestAdaptive:
         w.submit("b", Key((3,), Pass.FORWARD), 1)
         w.decide()
         assert not w.scheduler.policy_errors
+
+    def test_clients_with_one_request_are_forgotten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The policy is not told that a client has left."""
+        monkeypatch.setattr(arrivals, "_MOST", 5)
+        policy = Opportunistic()
+        w = world_of(policy, "thinker")
+        w.begin_walk("thinker")
+        for number in range(30):
+            w.join(f"client-{number}")
+            w.submit(f"client-{number}", F0, 1)
+            w.complete(run_now(w), 1e-3)
+            w.leave(f"client-{number}")
+        assert policy._arrivals is not None
+        assert len(policy._arrivals._served_at) <= 5
 
     @pytest.mark.parametrize("options", [{"wait_ms": {"decoding": 1}}, {"wait_ms": {"decode": -1}}, {"adaptive": 1}])
     def test_bad_options(self, options: dict[str, object]) -> None:

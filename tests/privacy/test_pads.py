@@ -157,7 +157,7 @@ def test_a_thread_that_fails_at_its_start(function: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(local_pads, function, lambda *_: 1 / 0)
     with Masking(LocalPads(MODEL, rows=4), MODEL) as masking:
         masking.mask._thread.join(300)
-        with pytest.raises(PrivacyError, match="no more pads can be made"):
+        with pytest.raises(PrivacyError, match="no more pads can be made for this client"):
             masking.ask((0,), Pass.FORWARD, torch.ones(1, 32))
 
 
@@ -175,7 +175,7 @@ def test_effects_that_cannot_be_computed(work: str, monkeypatch: pytest.MonkeyPa
 
         with pytest.raises(ZeroDivisionError):
             wait()
-        with pytest.raises(PrivacyError, match="no more pads can be made"):
+        with pytest.raises(PrivacyError, match="no more pads can be made for this client"):
             wait()
 
 

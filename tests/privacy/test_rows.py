@@ -166,6 +166,9 @@ def test_products_of_lower_precision(name: str, resident: bool, lossy: bool, mon
         if lossy:
             with pytest.raises(PrivacyError, match=r"lower precision on cpu .*'bf16'.* set it to 'ieee'"):
                 masking.ask((0,), Pass.FORWARD, normal_rows(3, 24))
+            if resident:  # products are not known from a time of lower precision either
+                with pytest.raises(PrivacyError, match="lower precision"):
+                    masking.channel.prepare_blocking([Key((0,), Pass.FORWARD)])
             assert not (resident and masking.masked())
         else:
             masking.assert_forward(normal_rows(3, 24))
