@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from typing import Any
 
 from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.policies.latency import LatencyModel
@@ -61,7 +62,7 @@ class Arrivals:
 
     def started(self, batch: Batch, now: float) -> None:
         """Note the clients of a batch that starts now."""
-        known = self._served_at, self._left, self._usual, self._before
+        known: list[dict[Any, Any]] = [self._served_at, self._left, self._usual, self._before]
         if max(map(len, known)) >= _MOST:
             for each in known:
                 each.clear()
