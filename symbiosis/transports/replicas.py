@@ -95,15 +95,24 @@ class Replicas:
             return found
 
     def look(self, address: str) -> Look:
-        """Return what an executor shows, with the description of the whole model. The entry ``replicas`` of its status
-        has each address's status, or the ``error`` of one that does not answer. Raises what :meth:`connect` raises."""
-        whole, looks = self._seen_whole(SHOWN_WITHIN_S)
+        """Return what an executor shows, with the description of the whole model, or of one part while another one is
+        away. The entry ``replicas`` of its status has each address's status, or the ``error`` of one that does not
+        answer; if no other error says why layers are missing, the list's own address has one. Raises what
+        :meth:`connect` raises if no executor answers."""
+        looks = self._looks(SHOWN_WITHIN_S)
         replicas = {
             replica.address: look.status if isinstance(look, Look) else {"error": str(look)}
             for replica, look in looks.items()
         }
-        seen = next(look for look in looks.values() if isinstance(look, Look))
-        return Look({"replicas": replicas}, whole, seen.tokenizer)
+        seen = _described(looks)
+        first = next(look for look in looks.values() if isinstance(look, Look))
+        try:
+            whole: Mapping[str, Any] = merge(seen)
+        except GapError as error:
+            whole = first.model
+            if not _errors(looks):
+                replicas[address] = {"error": str(error)}
+        return Look({"replicas": replicas}, dict(whole), first.tokenizer)
 
     def _parts(self) -> tuple[list[str], dict[str, Any], Looks]:
         """Return the fingerprints of the model's parts, the description of the whole model, and what was seen.
@@ -119,15 +128,20 @@ class Replicas:
 
     def _seen_whole(self, patience_s: float) -> tuple[dict[str, Any], Looks]:
         """Return the description of the whole model, and what was seen. Raises like :meth:`_parts`."""
-        looks = self._addresses.looks(patience_s)
-        for error in looks.values():
-            if isinstance(error, UsageError) and not isinstance(error, ShareError):
-                raise error
+        looks = self._looks(patience_s)
         try:
             return _merge(looks), looks
         except ConnectionLostError:
             looks = self._addresses.looks(None)
             return _merge(looks), looks
+
+    def _looks(self, patience_s: float) -> Looks:
+        """Return what was seen. Raises UsageError if an address cannot be used in this way."""
+        looks = self._addresses.looks(patience_s)
+        for error in looks.values():
+            if isinstance(error, UsageError) and not isinstance(error, ShareError):
+                raise error
+        return looks
 
 
 def _joined(choice: Choice, join: Callable[[Replica], Callable[[Hello, bool], C]], hello: Hello, again: bool) -> C:
@@ -144,21 +158,31 @@ def _joined(choice: Choice, join: Callable[[Replica], Callable[[Hello, bool], C]
 
 def _merge(looks: Looks) -> dict[str, Any]:
     """Return the description of the whole model. Raises like :meth:`Replicas._parts`."""
-    seen: dict[object, tuple[str, Mapping[str, Any]]] = {}
-    for replica, look in looks.items():
-        if isinstance(look, Look):
-            seen.setdefault(fingerprint_in(look), (replica.address, look.model))
-    errors = [look for look in looks.values() if isinstance(look, SymbiosisError)]
-    if not seen:
-        raise together(errors)
+    seen = _described(looks)
     try:
-        return merge(dict(seen.values()))
+        return merge(seen)
     except GapError as error:
-        if not errors:
+        if not (errors := _errors(looks)):
             raise
         why = together(errors)
         kind = ConnectionLostError if isinstance(why, MAY_RETURN) else RefusedError
         raise kind(f"{error}; {why}") from error
+
+
+def _described(looks: Looks) -> dict[str, Mapping[str, Any]]:
+    """Return the description of each different model that was seen, by an address of it. Raises the errors of all
+    addresses if none has answered."""
+    seen: dict[object, tuple[str, Mapping[str, Any]]] = {}
+    for replica, look in looks.items():
+        if isinstance(look, Look):
+            seen.setdefault(fingerprint_in(look), (replica.address, look.model))
+    if not seen:
+        raise together(_errors(looks))
+    return dict(seen.values())
+
+
+def _errors(looks: Looks) -> list[SymbiosisError]:
+    return [look for look in looks.values() if isinstance(look, SymbiosisError)]
 
 
 def _whole(channels: list[Channel], whole: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None) -> Channel:

@@ -146,6 +146,24 @@ async def test_parts_are_described_as_the_whole(tmp_path: Path) -> None:
         assert [state["layers_elsewhere"] for state in shown.status["replicas"].values()] == [8, 7]
 
 
+@pytest.mark.parametrize("listed", [True, False], ids=["its address is given", "its address is left out"])
+async def test_a_part_is_shown_while_another_one_is_away(tmp_path: Path, listed: bool) -> None:
+    """A cluster's list leaves out the addresses of executors that load."""
+    file = tmp_path / "list"
+    async with divided(tmp_path, tiny_model()) as (executors, addresses):
+        first, second = addresses_in(addresses)
+        file.write_text(f"{first}\n{second}\n" if listed else f"{first}\n")
+        await executors[1].close()
+        for address in [f"file://{file}", *[addresses] * listed]:
+            replicas = (await in_thread(make_transport(address).look, address)).status["replicas"]
+            assert replicas.pop(first)["layers_elsewhere"] == 8
+            ((where, state),) = replicas.items()
+            if listed:
+                assert (where, "no executor answers" in state["error"]) == (second, True)
+            else:
+                assert (where, "serves 8 base layers" in state["error"]) == (address, True)
+
+
 async def test_no_weight_of_another_part_is_there_or_leaves(tmp_path: Path) -> None:
     """Biases of base layers are with every tenant, so each executor has all of them."""
     model = tiny_model("gpt2", tie_word_embeddings=False)
