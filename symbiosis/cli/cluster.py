@@ -13,6 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from symbiosis.cli.options import options_of
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, visible
 from symbiosis.terminal.signals import heeded
@@ -176,8 +177,16 @@ def submit(
         dashboard = f"http://{cluster.context.address_info['webui_url']}"
     from symbiosis.cluster import jobs
 
-    output, is_sweep = str(parsed.params["output"]), parsed.params["sweep"] is not None
-    job = {"arguments": command[1:], "output": output, "sweep": is_sweep, "folder": str(Path.cwd())}
+    given, key = parsed.params, parsed.params["key"]
+    job = {
+        "arguments": command[1:],
+        "output": str(given["output"]),
+        "sweep": given["sweep"] is not None,
+        "folder": str(Path.cwd()),
+        "address": given["address"],
+        "options": options_of(key=None if key is None else str(Path(key).absolute()), insecure=given["insecure"]),
+        "retry": given["retry"],
+    }
     number = jobs.submit(dashboard, {**job, "num_cpus": num_cpus, "num_gpus": num_gpus})
     typer.echo(number)
     if detach:
@@ -186,7 +195,8 @@ def submit(
     try:
         succeeded, printed = jobs.wait(dashboard, number, err.print)
     except KeyboardInterrupt:
-        err.print(f"the job goes on; ray job logs {number} shows it, ray job stop {number} ends it", soft_wrap=True)
+        output = escape(str(given["output"]))
+        err.print(f"the job goes on, and logs its steps below {output}; ray job stop {number} ends it", soft_wrap=True)
         raise
     typer.echo(visible(printed).rstrip())
     if not succeeded:

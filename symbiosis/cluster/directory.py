@@ -1,7 +1,8 @@
 """The actor that knows the addresses of all executors, and tells them to tenants over HTTP.
 
-``GET /MODEL`` answers with an address on each line. Nothing else can be asked there, and nothing can be changed. The
-actor keeps no state that it cannot lose: executors report twice a second.
+``GET /MODEL`` answers with an address on each line, with 404 for the name of no model, and with 503 while none serves.
+Nothing else can be asked there, and nothing can be changed. The actor keeps no state that it cannot lose: executors
+report twice a second.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class DirectoryActor:
         self._plan = plan
         self._reports: dict[str, dict[str, Any]] = {}
         self._ended: set[str] = set()
-        self._server = _server(plan.host, plan.port, self._list)
+        self._server = _server(plan.host, plan.port, {model.name for model in plan.models}, self._list)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
@@ -62,16 +63,21 @@ class DirectoryActor:
         return "".join(f"{each}\n" for each in addresses(dict(self._reports), model, time.monotonic(), FRESH_S))
 
 
-def _server(host: str, port: int, lines: Any) -> ThreadingHTTPServer:
+def _server(host: str, port: int, models: set[str], lines: Any) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         timeout = 10
 
         def do_GET(self) -> None:
-            text = lines(self.path.strip("/")).encode()
-            self.send_response(200 if text else 503)
+            model = self.path.strip("/")
+            status, text = 200, lines(model)
+            if model not in models:
+                status, text = 404, f"no model has this name; there are {', '.join(sorted(models))}\n"
+            elif not text:
+                status, text = 503, "no executor of this model serves now\n"
+            self.send_response(status)
             self.send_header("Content-Type", "text/plain; charset=utf-8")
             self.end_headers()
-            self.wfile.write(text or b"no executor of this model serves now\n")
+            self.wfile.write(text.encode())
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the name in the base class)
             pass

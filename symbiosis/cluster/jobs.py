@@ -7,6 +7,7 @@ run's last checkpoint. So the folder of ``--output`` has to be on a file system 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -19,7 +20,8 @@ from typing import Any
 import ray
 
 from symbiosis.cluster.plan import with_resume
-from symbiosis.errors import UsageError
+from symbiosis.core.registry import make_transport
+from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal import child
 
 RESTARTS = 10
@@ -38,6 +40,7 @@ class FineTuning:
             complete = any(state.parent.name.partition("-")[2].isdecimal() for state in states)
             # A sweep resumes those of its runs that have a checkpoint.
             arguments = with_resume(arguments, earlier, begun(job), job["sweep"] or complete)
+            await_executors(job["address"], job["options"], job["retry"])
         status, last = child.follow(child.start(["finetune", *arguments], cwd=folder))
         if status < 0:  # a signal ended it
             os._exit(1)  # Ray starts the actor again
@@ -52,9 +55,22 @@ def begun(job: dict[str, Any]) -> dict[str, int]:
     return {str(file): file.stat().st_mtime_ns for name in files for file in output.glob(name)}
 
 
+def await_executors(address: str, options: dict[str, Any], within_s: float) -> None:
+    """Wait until executors at these addresses answer: those on a node that is lost load the model elsewhere first, and
+    a run that begins does not wait for them. After ``within_s`` seconds, the run is left to say what is missing."""
+    transport, until = make_transport(address, **options), time.monotonic() + within_s
+    while time.monotonic() < until:
+        with contextlib.suppress(SymbiosisError):
+            replicas = transport.look(address).status.get("replicas", {})
+            if not any("error" in state for state in replicas.values()):
+                return
+        time.sleep(LOOK_EVERY_S)
+
+
 def main() -> None:
     """Run the fine-tuning that the first argument describes, as JSON: ``arguments`` of the command, the ``folder`` in
-    which it runs, its ``output`` folder, whether it is a ``sweep``, and what Ray reserves for it."""
+    which it runs, its ``output`` folder, whether it is a ``sweep``, the ``address`` of its executors with the
+    transport's ``options`` and the seconds of ``retry``, and what Ray reserves for it."""
     job: dict[str, Any] = json.loads(sys.argv[1])
     ray.init("auto", log_to_driver=False, logging_level="ERROR")
     options = {"num_cpus": job["num_cpus"], "num_gpus": job["num_gpus"]}
@@ -74,7 +90,10 @@ def submit(dashboard: str, job: dict[str, Any]) -> str:
     try:
         return str(_client(dashboard).submit_job(entrypoint=command))
     except (ConnectionError, RuntimeError) as error:
-        raise UsageError(f"no jobs of Ray at {dashboard}: {error}; install ray[default] on the head node") from error
+        raise UsageError(
+            f"no jobs of Ray at {dashboard}: {error}; install ray[default] on the head node, and submit there, or "
+            "start it with --dashboard-host"
+        ) from error
 
 
 def wait(dashboard: str, job: str, tell: Callable[[str], object]) -> tuple[bool, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -34,6 +35,7 @@ MAX_REPLICAS = 64
 LIST_WITHIN_S = 5.0
 """Seconds for which a server may be silent that is asked for a list of addresses."""
 MAX_LIST_BYTES = 64 << 10
+MAX_ERROR_BYTES = 300
 
 
 class Joinable(Protocol):
@@ -170,10 +172,20 @@ def _text_at(source: str) -> str:
         with urllib.request.urlopen(source, timeout=LIST_WITHIN_S) as answer:
             return str(answer.read(MAX_LIST_BYTES).decode())
     except (OSError, ValueError, HTTPException) as error:
+        kind: type[SymbiosisError] = UsageError if source.startswith("file://") else ConnectionLostError
+        why = str(error)
         if isinstance(error, HTTPError):
-            error.close()
-        kind = UsageError if source.startswith("file://") else ConnectionLostError
-        raise kind(f"cannot read the addresses in {source.removeprefix('file://')}: {error}") from error
+            kind = UsageError if error.code == 404 else ConnectionLostError
+            why = f"{error}: {_first_line(error)}"
+        raise kind(f"cannot read the addresses in {source.removeprefix('file://')}: {why}") from error
+
+
+def _first_line(answer: HTTPError) -> str:
+    """Return what a server says to an error, and close the connection."""
+    with answer, contextlib.suppress(OSError, HTTPException):
+        line = answer.read(MAX_ERROR_BYTES).decode(errors="replace").partition("\n")[0]
+        return "".join(character for character in line if character.isprintable())
+    return ""
 
 
 def fingerprint_in(look: Look) -> object:

@@ -16,6 +16,8 @@ import pytest
 
 from symbiosis.cluster.directory import DirectoryActor
 from symbiosis.cluster.plan import ClusterPlan, Model
+from symbiosis.core.registry import make_transport
+from symbiosis.errors import ConnectionLostError, UsageError
 from symbiosis.terminal import child
 from tests.cluster.nodes import until
 from tests.service import free_port, save_model
@@ -38,10 +40,17 @@ def report(name: str, address: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_the_list_follows_reports(directory: DirectoryActor) -> None:
-    for path in ("/llama", "/", "/nothing"):
-        with pytest.raises(urllib.error.HTTPError, match="503") as caught:
+    for path, status in (("/llama", "503"), ("/", "404"), ("/nothing", "404")):
+        with pytest.raises(urllib.error.HTTPError, match=status) as caught:
             get(directory, path)
         caught.value.close()
+    address = f"http://127.0.0.1:{directory.plan().port}"
+    for name, error, why in (
+        ("lama", UsageError, "no model has this name; there are llama"),
+        ("llama", ConnectionLostError, "no executor of this model serves now"),
+    ):
+        with pytest.raises(error, match=why):
+            make_transport(f"{address}/{name}").look(f"{address}/{name}")
     directory.report(*report("llama/0/0", "tcp://a:1"))
     directory.report(*report("llama/0/1", "tcp://b:1"))
     assert get(directory, "/llama") == "tcp://a:1\ntcp://b:1\n"

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("ray", reason="needs the extra symbiosis-peft[ray]")
 
 from symbiosis.cluster import jobs
+from symbiosis.errors import ConnectionLostError
 
 
 @pytest.fixture
@@ -26,7 +27,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def job(folder: Path, *arguments: str) -> dict[str, Any]:
-    return {"arguments": [*arguments], "output": "out", "sweep": "--sweep" in arguments, "folder": str(folder)}
+    run = {"arguments": [*arguments], "output": "out", "sweep": "--sweep" in arguments, "folder": str(folder)}
+    return {**run, "address": "tcp://127.0.0.1:1", "options": {}, "retry": 0.0}
 
 
 def begin(folder: Path) -> None:
@@ -99,3 +101,18 @@ def test_a_lost_sweep_that_overwrites_resumes_no_earlier_run(ran: list[list[str]
         begin(output / name)
     jobs.FineTuning().run(lost, earlier)
     assert ran == [given, given, ["--sweep", "s.toml", "--resume"]]
+
+
+def test_a_run_that_was_lost_waits_for_executors_that_were_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([ConnectionLostError("gone"), {"replicas": {"tcp://a:1": {}, "tcp://b:1": {"error": "gone"}}}, {}])
+
+    def look(address: str) -> SimpleNamespace:
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return SimpleNamespace(status=answer)
+
+    monkeypatch.setattr(jobs, "make_transport", lambda address, **options: SimpleNamespace(look=look))
+    monkeypatch.setattr(jobs, "LOOK_EVERY_S", 0.0)
+    jobs.await_executors("http://head:7070/llama", {}, 20.0)
+    assert next(answers, None) is None
+    jobs.await_executors("http://head:7070/llama", {}, 0.0)
