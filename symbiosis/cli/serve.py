@@ -308,4 +308,6 @@ def status(
 def _text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+    return str(value)

@@ -227,15 +227,17 @@ def _results(folder: Path) -> dict[str, Any]:
 
 
 def _show(out: Console, results: dict[str, Any]) -> None:
-    """Print the runs, the one with the lowest validation loss, or else the lowest last loss, first."""
+    """Print the runs, the one with the lowest validation loss, or else the lowest last loss, first, and those that have
+    failed last. Not all of these have an adapter."""
 
     def best(result: dict[str, Any]) -> float:
         return min((float(one["loss"]) for one in result["validation"]), default=float(result["losses"][-1]))
 
     table = Table("run", "steps", "loss", "validation", "adapter", box=box.SIMPLE_HEAD)
     begun = {name: result for name, result in results.items() if result["losses"]}
-    for name, result in sorted(begun.items(), key=lambda pair: best(pair[1])):
+    for name, result in sorted(begun.items(), key=lambda pair: ("error" in pair[1], best(pair[1]))):
         losses = f"{result['losses'][0]:.3f} → {result['losses'][-1]:.3f}"
         tested = f"{best(result):.3f}" if result["validation"] else "–"
-        table.add_row(name, str(result["steps"]), losses, tested, result["adapter"])
+        adapter = result["adapter"] if (Path(result["adapter"]) / ADAPTER_FILE).exists() else "–"
+        table.add_row(name, str(result["steps"]), losses, tested, adapter)
     out.print(table)

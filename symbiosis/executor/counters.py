@@ -362,4 +362,4 @@ def group_name(names: list[str]) -> str:
     prefix = names[0].rpartition(".")[0]
     if len(names) > 1 and all(name.rpartition(".")[0] == prefix for name in names):
         return f"{prefix}.{'+'.join(name.rpartition('.')[2] for name in names)}"
-    return "+".join(names) if len(names) <= _MAX_NAMED else f"{names[0]} to {names[-1]}"
+    return "+".join(names) if len(names) <= _MAX_NAMED else f"{names[0]}…{names[-1]}"

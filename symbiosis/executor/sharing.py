@@ -113,7 +113,6 @@ def sizes_text(served: int, held: int) -> str:
 
 def size_text(size: float) -> str:
     """Return a size in bytes as text, in GiB, MiB or KiB."""
-    for unit, bytes_ in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if size >= bytes_:
-            return f"{size / bytes_:,.3g} {unit}"
-    return f"{size / 1024:,.3g} KiB"
+    unit, bytes_ = ("GiB", 1 << 30) if size >= 1 << 30 else ("MiB", 1 << 20) if size >= 1 << 20 else ("KiB", 1 << 10)
+    number = size / bytes_
+    return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"

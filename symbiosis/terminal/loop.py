@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 from collections.abc import Coroutine
@@ -40,4 +41,5 @@ def allow_descriptors() -> None:
     import resource  # not on Windows
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.suppress(ValueError):  # macOS allows fewer than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -147,7 +147,7 @@ def between(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[st
 def _layers_name(name: str, blocks: float, whole: bool) -> str:
     """Return the name of equal layers of all blocks for people: ``mlp.up_proj in each of 4 blocks, forward``."""
     path, _, pass_ = name.partition(" ")
-    _, inside, short = path.partition(".*.")
+    _, inside, short = path.partition(".*.") if "…" not in path else ("", "", "")  # a whole walk
     where = "" if not inside else " in 1 block" if blocks == 1 else f" in each of {blocks:.0f} blocks"
     return f"{short if inside and not whole else path}{where}, {pass_}"
 
@@ -189,8 +189,8 @@ def why_unshared(past: Mapping[str, Any]) -> list[str]:
         found.append(_how_far_apart(past["apart"], tenants))
         queued, ran = sum(tenant["wait_s"] for tenant in tenants.values()), past["run_s"]
         found.append(
-            f"On average a request was queued for {1e3 * queued / requests:.2g} ms, and a batch ran for "
-            f"{1e3 * ran / max(past['batches'], 1):.2g} ms."
+            f"On average a request was queued for {_brief(1e3 * queued / requests)} ms, and a batch ran for "
+            f"{_brief(1e3 * ran / max(past['batches'], 1))} ms."
         )
     for name, tenant in list(tenants.items())[:SHOWN]:
         own = sum(tenant["alone"].values())
@@ -246,7 +246,7 @@ def view(
         f"{past['name']} {past['model']}: {past['served_layers']}".lstrip(),
         f"policy {past['policy']}",
         f"load {past['load']:.2f}, {'no batches' if batch is None else f'{batch:.2f} requests per batch'}, "
-        f"in the last {past['seconds']:.3g} s",
+        f"in the last {_brief(past['seconds'])} s",
         *past["why"][:sentences],
     ]
     rows = []
@@ -262,7 +262,7 @@ def view(
                 "wait in ms, and why": f"{_number(tenant['wait_ms'])} {_largest(tenant['waits'], _percent)}".strip(),
                 "SLO kept": _percent(tenant["slo_kept"]),
                 "service": _percent(tenant["service"]),
-                "memory": f"{tenant['held_bytes'] / 2**20:.3g} MiB" if tenant["held_bytes"] else "",
+                "memory": f"{_number(tenant['held_bytes'] / 2**20)} MiB" if tenant["held_bytes"] else "",
             }
         )
     busiest = sorted(past["layers"].values(), key=lambda group: -group["batches_per_s"])[:layers]
@@ -344,6 +344,10 @@ def _largest(parts: Mapping[str, float], form: Callable[[float], str]) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}" if value < 10 else f"{value:,.0f}"
+
+
+def _brief(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _percent(part: float | None) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from symbiosis.cli.sweep import _show
+from symbiosis.terminal.console import console
 from tests.cli.runs import options
 from tests.helpers import command
 from tests.service import Service
@@ -106,6 +108,21 @@ def test_why_a_run_has_ended(
     done = command("finetune", "shm:///nowhere.sock", *given)
     assert done.exit_code == 1
     assert re.search(rf"1 of 1 runs ended early \(a\); a: {reason}; their logs are in", " ".join(done.stderr.split()))
+
+
+def test_runs_that_have_failed_come_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They have no adapter, unless they had one before."""
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "adapter_model.safetensors").touch()
+    run = {"steps": 2, "losses": [3.0, 2.0]}
+    results = {
+        "diverged": {**run, "validation": [{"loss": 1.0}], "error": "the loss is nan", "adapter": str(tmp_path / "a")},
+        "good": {**run, "validation": [{"loss": 2.0}], "adapter": str(tmp_path / "good")},
+    }
+    _show(console(), results)
+    good, diverged = capsys.readouterr().out.splitlines()[-3:-1]
+    assert good.split()[0] == "good"
+    assert [diverged.split()[0], diverged.split()[-1]] == ["diverged", "–"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/full")

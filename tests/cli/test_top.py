@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import symbiosis
+from symbiosis.cli import serve
 from tests.helpers import command, losses
 from tests.service import Service, save_model
 
@@ -97,6 +98,11 @@ def test_status_leaves_activity_to_top_but_in_json(service: Service) -> None:
     assert "7 layers in each of 2 blocks, and lm_head" in shown.stdout
     assert "activity" not in shown.stdout
     assert "tenants" in json.loads(command("status", service.address, "--json").stdout)["activity"]
+
+
+@pytest.mark.parametrize(("value", "text"), [(86_400.4, "86,400"), (0.12345, "0.123"), (12, "12"), ([1, "a"], "1, a")])
+def test_values_of_a_status(value: object, text: str) -> None:
+    assert serve._text(value) == text
 
 
 def test_once_fails_where_an_executor_is_away(service: Service, tmp_path: Path) -> None:

@@ -231,3 +231,21 @@ def test_a_narrow_screen_shows_figures_beside_long_names() -> None:
     assert "6,172" in text.getvalue()
     assert "customer-" in text.getvalue()
     assert max(map(len, text.getvalue().splitlines())) <= 50
+
+
+def test_large_numbers_are_written_out() -> None:
+    alone = {"unshared": {"thinking": {"at-once": 10}}}
+    tenants = {"a": tenant(held_bytes=1843 << 20, **alone), "b": tenant(**alone)}
+    past = read(status(at=86_400.0, apart={"1 ms": 3}, **tenants))
+    past["activity"]["run_s"] = 2.5
+    text = " ".join(shown(between(past, None)).split())
+    assert "in the last 86,400 s" in text
+    assert "1,843 MiB" in text
+    assert "a batch ran for 250 ms" in text
+
+
+def test_a_whole_walk_is_named() -> None:
+    now = status(a=tenant())
+    counts = now["activity"]["layers"].pop("model.layers.*.q forward")
+    now["activity"]["layers"]["model.layers.*.q…lm_head forward"] = {**counts, "blocks": 1}
+    assert "model.layers.*.q…lm_head, forward" in shown(between(read(now), None))

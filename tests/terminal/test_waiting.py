@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from symbiosis.terminal import loop
+
 SCRIPT = """
 import os, sys
 from symbiosis.terminal import loop
@@ -38,3 +40,11 @@ def test_torch_is_imported_afterwards(command: list[str], tmp_path: Path) -> Non
         [sys.executable, "-c", SCRIPT, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout == "False\n", done.stderr
+
+
+def test_more_descriptors_than_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr("resource.setrlimit", refused)
+    loop.allow_descriptors()

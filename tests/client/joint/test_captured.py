@@ -347,7 +347,7 @@ async def test_statistics_and_fair_sharing_count_captured_walks(device: str, wal
         await asyncio.gather(*(generate(client, 6, 40) for client in clients))
         statistics = executor.statistics()
     assert walks.captured > 20
-    (whole,) = [counts for name, counts in statistics.layers.items() if " to lm_head" in name]
+    (whole,) = [counts for name, counts in statistics.layers.items() if "…lm_head" in name]
     assert whole.requests >= 2 * 30
     assert whole.requests == 2 * whole.batches == whole.rows
     for client in clients:
