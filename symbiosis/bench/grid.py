@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from symbiosis.bench.cores import usable_cores
 from symbiosis.core.registry import make_policy
 from symbiosis.core.requests import Batch
 from symbiosis.simulation.bound import Bound, bound
@@ -151,8 +151,7 @@ def run(
         PolicyError: the scheduler refused a decision of a policy.
     """
     outcomes: dict[tuple[int, str], LoadOutcome] = {}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    with ProcessPoolExecutor(cores, initializer=_begin) as pool:
+    with ProcessPoolExecutor(len(usable_cores()), initializer=_begin) as pool:
         work = {
             pool.submit(simulated, cell, policy, slo, requests, rows): (number, policy)
             for number, cell in enumerate(grid)

@@ -9,7 +9,6 @@ changes from one executor, where it was measured, to other placements.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from functools import partial
 from random import Random
 from typing import NamedTuple
 
+from symbiosis.bench.cores import usable_cores
 from symbiosis.bench.recorder import Curve, Points
 from symbiosis.bench.service import ServingProcess, TenantProcess, tenant_processes
 from symbiosis.bench.settings import Settings
@@ -159,7 +159,7 @@ class MachineCosts:
     ) -> float:
         """Return the simulated seconds of some work of all tenants."""
         clock = Clock()
-        cores = Cores(clock, os.cpu_count() or 1)
+        cores = Cores(clock, len(usable_cores()))
         executors, ways = [], []
         for part in parts:
             thread = Thread(cores)
@@ -174,10 +174,11 @@ class MachineCosts:
                 fraction=len(part) / settings.preset.layers,
             )
             executors.append(executor)
-            ways.append(_Wire(clock, thread, costs.wait_s / 2, costs.request_s / 2))
+            wire = clock, thread, costs.wait_s / 2, costs.request_s / 2
+            ways.append((_There(*wire), _Back(*wire)))
         cluster = Cluster(clock)
         for number, route in enumerate(routes):
-            hops = [Hop(executors[index], ways[index], ways[index]) for index in route]
+            hops = [Hop(executors[index], *ways[index]) for index in route]
             places = [
                 next(place for place, index in enumerate(route) if block in parts[index]) for block in self.blocks
             ]
@@ -193,8 +194,8 @@ def _varied(mean_s: float, seed: int) -> Thinking:
     return lambda kind, rows: random.expovariate(1 / mean_s)
 
 
-class _Wire(Way):
-    """The way to an executor, or back: the executor's work for a message, and the time that passes besides.
+class _There(Way):
+    """The way to an executor: the time of a message, and the executor's work for it.
 
     Args:
         clock: simulated time.
@@ -207,8 +208,14 @@ class _Wire(Way):
         self._clock, self._thread, self._wait_s, self._work_s = clock, thread, wait_s, work_s
 
     def send(self, size: int, then: Callable[[], None]) -> None:
-        handle = partial(self._thread.run, self._work_s, 1, then)
-        self._clock.at(self._clock.now + self._wait_s, handle)
+        self._clock.at(self._clock.now + self._wait_s, partial(self._thread.run, self._work_s, 1, then))
+
+
+class _Back(_There):
+    """The way back. The executor sends answers before it chooses the next batch."""
+
+    def send(self, size: int, then: Callable[[], None]) -> None:
+        self._thread.run(self._work_s, 1, lambda: self._clock.at(self._clock.now + self._wait_s, then))
 
 
 class CostMeter:

@@ -1,9 +1,10 @@
 """An executor and tenants in separate processes, for benchmarks over a transport.
 
 ``python -m symbiosis.bench.service serve ARGUMENTS`` serves a preset until its standard input ends. It answers ``gap``
-with the largest gap of its event loop since the last one, in milliseconds, and, with a policy ``recorded:NAME``,
-``notes`` with the batches since the last time. ``python -m symbiosis.bench.service tenant ARGUMENTS`` is a tenant that
-follows commands on standard input. It has a model and an adapter for each address. Arguments are a JSON object.
+with the largest gap of its event loop since the last such command, in milliseconds, and, with a policy
+``recorded:NAME``, ``notes`` with the batches since the last time. ``python -m symbiosis.bench.service tenant ARGUMENTS``
+is a tenant that follows commands on standard input. It has a model and an adapter for each address. Arguments are a JSON
+object.
 """
 
 from __future__ import annotations
@@ -209,16 +210,17 @@ def _serve(preset: str, address: str, policy: str, shards: int, options: dict[st
             await executor.listen(address, **trusting)
             sys.stdout.write("ready\n")
             sys.stdout.flush()
-            clock = _Gaps()
-            watch = asyncio.create_task(clock.watch())
+            clock, watch = _Gaps(), None
             while command := await asyncio.to_thread(sys.stdin.readline):
                 if recorder is not None and command == "notes\n":
                     sys.stdout.write(f"{json.dumps(_notes(recorder))}\n")
                 else:
+                    watch = watch or asyncio.create_task(clock.watch())  # its timer costs other benchmarks time
                     sys.stdout.write(f"{1e3 * clock.largest_s}\n")
                     clock.largest_s = 0.0
                 sys.stdout.flush()
-            watch.cancel()
+            if watch is not None:
+                watch.cancel()
 
     run(main())
 

@@ -107,14 +107,16 @@ def finetune(
         back: keys of the walk back; those of :func:`backward` by default.
     """
     keys = forward(layers) if isinstance(layers, int) else layers
-    walk = [*keys, *(backward(keys) if back is None else back)]
+    back = backward(keys) if back is None else back
+    walk = [*keys, *back]
     thinking = _spread(think, walk)
     while steps is None or len(done.steps) < steps:
         now = 0.0
-        yield InWalk(True)
-        for action in _walk(walk, rows, Kind.FINETUNE, thinking):
-            now = yield action
-            if isinstance(action, Ask):
-                done.tuned += rows / len(walk)
-        yield InWalk(False)
+        for part in (keys, back):  # in a real client, the loss and the optimizer are between walks
+            yield InWalk(True)
+            for action in _walk(part, rows, Kind.FINETUNE, thinking):
+                now = yield action
+                if isinstance(action, Ask):
+                    done.tuned += rows / len(walk)
+            yield InWalk(False)
         done.steps.append(now)

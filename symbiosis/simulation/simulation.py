@@ -236,23 +236,23 @@ class Cluster:
 
     def _call(self, client: _ClientState, ask: Ask) -> None:
         executor, there, back = client.route.hop(ask.key)
-        client.enter(executor, self.now)
         together = self._walks[executor].together if client.name == JOINT else ()
         joint = {each.name: 1 / len(together) for each in together} or None
 
         def answered() -> None:
             self._resume(client, self.now)
 
+        def arrived(answer: Callable[[], None]) -> None:
+            client.enter(executor, self.now)  # what says so comes with the call
+            executor.submit(client.name, ask.key, ask.rows, ask.kind, joint, answer)
+
         if there is None or back is None:
-            executor.submit(client.name, ask.key, ask.rows, ask.kind, joint, answered)
+            arrived(answered)
             return
+        if client.at is not executor:
+            client.leave()
         call, answer = client.route.sizes(ask.key, ask.rows)
-        there.send(
-            call,
-            lambda: executor.submit(
-                client.name, ask.key, ask.rows, ask.kind, joint, lambda: back.send(answer, answered)
-            ),
-        )
+        there.send(call, lambda: arrived(lambda: back.send(answer, answered)))
 
     def _begin(self, client: _ClientState, walk: SimulatedClient) -> None:
         """Have a client walk the model, and then go on."""
