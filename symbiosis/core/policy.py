@@ -128,7 +128,7 @@ class Policy(ABC):
             if name != "policy" and value != parameter.default:
                 parts = value.items() if isinstance(value, Mapping) else [("", value)]
                 given += [f"{name}{key and f'.{key}'}={_written(one)}" for key, one in parts]
-        text, inner = getattr(type(self), "name", type(self).__name__), getattr(self, "policy", None)
+        text, inner = _name_of(self), getattr(self, "policy", None)
         text += f":{','.join(given)}" if given else ""
         return f"{text}+{inner!r}" if isinstance(inner, Policy) else text
 
@@ -188,6 +188,16 @@ class Policy(ABC):
     @abstractmethod
     def decide(self, view: View, now: float) -> Decision:
         """Decide what to do at time ``now`` (seconds). Called only while a request is queued."""
+
+
+def names_of(policy: Policy) -> str:
+    """Return the names of a policy and of those inside it, such as ``fair+opportunistic``."""
+    inner = getattr(policy, "policy", None)
+    return f"{_name_of(policy)}+{names_of(inner)}" if isinstance(inner, Policy) else _name_of(policy)
+
+
+def _name_of(policy: Policy) -> str:
+    return str(getattr(type(policy), "name", type(policy).__name__))
 
 
 def _written(value: object) -> str:

@@ -93,6 +93,10 @@ class Service(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
+    def policy_names(self) -> str:
+        """The names of the policy and of those inside it, without their options."""
+
+    @property
     def budget(self) -> Budget:
         """The memory that all connections may take together."""
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from symbiosis.core.budget import Budget
+from symbiosis.core.policy import names_of
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import LayerSpec, expected
 from symbiosis.core.share import Resident, Share, fingerprint_of
@@ -201,6 +202,10 @@ class ExecutorService:
     def clients(self) -> list[str]:
         """Names of the clients that have joined, sorted."""
         return sorted(self._sessions.keys() - {JOINT})
+
+    @property
+    def policy_names(self) -> str:
+        return names_of(self._engine.scheduler.policy)
 
     @property
     def walks_jointly(self) -> bool:

@@ -275,6 +275,7 @@ class TcpLine(StreamLine):
         }
         return {
             **{name: value for name, value in status.items() if name not in _OF_ALL_TENANTS},
+            "policy": self.listener.service.policy_names,  # its options may name tenants
             "clients": own,
             "other_clients": len(status["clients"]) - len(own),
             "requests": mine["requests"],

@@ -167,7 +167,7 @@ async def test_a_connection_without_hello_is_closed(base: Any, monkeypatch: pyte
 @asynccontextmanager
 async def two_tenants(base: Any, keys: Path, hers: str = "job") -> AsyncIterator[tuple[Any, Any, Any, Any, Any]]:
     """An executor, its address, bob's connection, and a client each of alice and bob."""
-    async with symbiosis.Executor(base) as executor:
+    async with symbiosis.Executor(base, policy="fair:weights.alice=2+co-serving:clients.alice/job=50/900") as executor:
         listener = await executor.listen(LOCAL, keys=keys)
         alice = symbiosis.connect(listener.address, key=keys / "alice.secret")
         bob = symbiosis.connect(listener.address, key=keys / "bob.secret")
@@ -185,7 +185,8 @@ async def test_names_belong_to_each_tenant(base: Any, keys: Path) -> None:
 async def test_a_tenant_sees_its_own_clients_only(base: Any, keys: Path) -> None:
     async with two_tenants(base, keys, "secret-project") as (_, address, bob, _, _):
         shown = await bob.status()
-        assert (shown["clients"], shown["other_clients"]) == (["bob/job"], 1)
+        assert (shown["clients"], shown["other_clients"], shown["policy"]) == (["bob/job"], 1, "fair+co-serving")
+        assert "alice" not in str(shown)
         look = make_transport(address, key=keys / "bob.secret").look
         assert "secret-project" not in str((await in_thread(look, address)).status)
 
