@@ -385,9 +385,10 @@ class Executor:
                 with options such as ``"noise-pool:size=64"``. By default they are not masked.
 
         Raises:
-            UsageError: a latency target is invalid, or cannot be reached on this machine.
+            UsageError: a latency target is invalid, or cannot be reached on this machine; the name is the executor's
+                own; the privacy scheme has no such option; or the executor serves a part of the model.
             UnknownNameError: no privacy scheme has this name.
-            PrivacyError: the privacy scheme does not take these options.
+            PrivacyError: an option of the privacy scheme has no valid value.
         """
         name = name or f"client-{next(self._client_numbers)}"
         if name == JOINT:

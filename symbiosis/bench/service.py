@@ -2,9 +2,10 @@
 
 ``python -m symbiosis.bench.service serve ARGUMENTS`` serves a preset until its standard input ends. It answers ``gap``
 with the largest gap of its event loop since the last such command, in milliseconds, and, with a policy
-``recorded:NAME``, ``notes`` with the batches since the last time. ``python -m symbiosis.bench.service tenant ARGUMENTS``
-is a tenant that follows commands on standard input. It has a model and an adapter for each address. Arguments are a JSON
-object.
+``recorded:NAME``, ``notes`` with the batches since the last time.
+
+``python -m symbiosis.bench.service tenant ARGUMENTS`` is a tenant that follows commands on standard input. It has a
+model and an adapter for each address. Arguments are a JSON object.
 """
 
 from __future__ import annotations
