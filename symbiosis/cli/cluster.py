@@ -183,7 +183,7 @@ def submit(
         "output": str(given["output"]),
         "sweep": given["sweep"] is not None,
         "folder": str(Path.cwd()),
-        "address": given["address"],
+        "address": _absolute(given["address"]),
         "options": options_of(key=None if key is None else str(Path(key).absolute()), insecure=given["insecure"]),
         "retry": given["retry"],
     }
@@ -201,3 +201,9 @@ def submit(
     typer.echo(visible(printed).rstrip())
     if not succeeded:
         raise typer.Exit(1)
+
+
+def _absolute(address: str) -> str:
+    """Return an address whose path, if it is that of a list, does not depend on the working directory."""
+    path = address.removeprefix("file://")
+    return address if path == address else f"file://{Path(path).absolute()}"

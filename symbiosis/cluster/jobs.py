@@ -26,6 +26,8 @@ from symbiosis.terminal import child
 
 RESTARTS = 10
 """Times that a run may be lost before the job fails."""
+AWAIT_S = 600.0
+"""Seconds for which a run that was lost waits for executors at least. Large models take minutes to load."""
 LOOK_EVERY_S = 0.5
 
 
@@ -40,7 +42,7 @@ class FineTuning:
             complete = any(state.parent.name.partition("-")[2].isdecimal() for state in states)
             # A sweep resumes those of its runs that have a checkpoint.
             arguments = with_resume(arguments, earlier, begun(job), job["sweep"] or complete)
-            await_executors(job["address"], job["options"], job["retry"])
+            await_executors(job["address"], job["options"], max(job["retry"], AWAIT_S))
         status, last = child.follow(child.start(["finetune", *arguments], cwd=folder))
         if status < 0:  # a signal ended it
             os._exit(1)  # Ray starts the actor again
@@ -58,10 +60,10 @@ def begun(job: dict[str, Any]) -> dict[str, int]:
 def await_executors(address: str, options: dict[str, Any], within_s: float) -> None:
     """Wait until executors at these addresses answer: those on a node that is lost load the model elsewhere first, and
     a run that begins does not wait for them. After ``within_s`` seconds, the run is left to say what is missing."""
-    transport, until = make_transport(address, **options), time.monotonic() + within_s
+    until = time.monotonic() + within_s
     while time.monotonic() < until:
         with contextlib.suppress(SymbiosisError):
-            replicas = transport.look(address).status.get("replicas", {})
+            replicas = make_transport(address, **options).look(address).status.get("replicas", {})
             if not any("error" in state for state in replicas.values()):
                 return
         time.sleep(LOOK_EVERY_S)

@@ -112,7 +112,7 @@ def finetune(
     thinking = _spread(think, walk)
     while steps is None or len(done.steps) < steps:
         now = 0.0
-        for part in (keys, back):  # in a real client, the loss and the optimizer are between walks
+        for part in (keys, back):  # two walks, as in a real client
             yield InWalk(True)
             for action in _walk(part, rows, Kind.FINETUNE, thinking):
                 now = yield action

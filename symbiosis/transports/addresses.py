@@ -89,6 +89,8 @@ class Addresses:
         for each in addresses:
             if each.partition("://")[0] not in ("shm", "tcp"):
                 raise UsageError(f"{each}: an address beside others can be shm:// or tcp://")
+            if each.startswith("shm:") and "key" in self._options and (self._list or "").startswith("http"):
+                raise UsageError(f"{each}: a list from a server can have only tcp:// addresses for a client with a key")
             (socket_path if each.startswith("shm:") else host_and_port)(each)  # refuse one that is malformed
             taken = transport_options(each)
             transport: Any = make_transport(

@@ -97,9 +97,11 @@ class Replicas:
     def look(self, address: str) -> Look:
         """Return what an executor shows, with the description of the whole model, or of one part while another one is
         away. The entry ``replicas`` of its status has each address's status, or the ``error`` of one that does not
-        answer; if no other error says why layers are missing, the list's own address has one. Raises what
-        :meth:`connect` raises if no executor answers."""
+        answer, and under the list's own address that layers are missing. Raises what :meth:`connect` raises if no
+        executor answers."""
         looks = self._looks(SHOWN_WITHIN_S)
+        if not any(isinstance(look, Look) for look in looks.values()):
+            looks = self._looks(None)  # in a long batch an executor does not answer sooner
         replicas = {
             replica.address: look.status if isinstance(look, Look) else {"error": str(look)}
             for replica, look in looks.items()
@@ -110,8 +112,7 @@ class Replicas:
             whole: Mapping[str, Any] = merge(seen)
         except GapError as error:
             whole = first.model
-            if not _errors(looks):
-                replicas[address] = {"error": str(error)}
+            replicas[address] = {"error": str(error)}
         return Look({"replicas": replicas}, dict(whole), first.tokenizer)
 
     def _parts(self) -> tuple[list[str], dict[str, Any], Looks]:
@@ -135,8 +136,9 @@ class Replicas:
             looks = self._addresses.looks(None)
             return _merge(looks), looks
 
-    def _looks(self, patience_s: float) -> Looks:
-        """Return what was seen. Raises UsageError if an address cannot be used in this way."""
+    def _looks(self, patience_s: float | None) -> Looks:
+        """Return what was seen; see :meth:`Addresses.looks`. Raises UsageError if an address cannot be used in this
+        way."""
         looks = self._addresses.looks(patience_s)
         for error in looks.values():
             if isinstance(error, UsageError) and not isinstance(error, ShareError):

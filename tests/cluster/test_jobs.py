@@ -23,6 +23,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(jobs, "ray", SimpleNamespace(get_runtime_context=lambda: context))
     follow = SimpleNamespace(start=lambda arguments, cwd: found.append(arguments[1:]), follow=lambda child: (0, ""))
     monkeypatch.setattr(jobs, "child", follow)
+    monkeypatch.setattr(jobs, "AWAIT_S", 0.0)
     return found
 
 

@@ -302,6 +302,20 @@ async def test_a_silent_replica_does_not_hide_one_that_returns(tmp_path: Path, m
             await base.close()
 
 
+async def test_executors_that_answer_late_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are waited for if none has answered, as they are by those that join."""
+    looks = Addresses.looks
+
+    def late(self: Addresses, patience_s: float | None = None) -> Any:
+        found = looks(self, patience_s)
+        return found if patience_s is None else dict.fromkeys(found, ConnectionLostError("late"))
+
+    async with two(tmp_path) as (_, _, addresses):
+        monkeypatch.setattr(Addresses, "looks", late)
+        shown = await in_thread(make_transport(addresses).look, addresses)
+        assert [state["clients"] for state in shown.status["replicas"].values()] == [[], []]
+
+
 async def test_replicas_of_different_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "PATIENCE_S", 20.0)
     async with two(tmp_path, (0, 1)) as (one, other, addresses):
@@ -420,6 +434,9 @@ async def test_addresses_from_a_server(tmp_path: Path) -> None:
             answer.update(status=status, text=text)
             with pytest.raises(SymbiosisError, match=why):
                 await in_thread(lambda: make_transport(address).look(address))
+        answer.update(status=200, text=f"shm://{tmp_path}/false.sock")
+        with pytest.raises(UsageError, match="only tcp:// addresses for a client with a key"):
+            await in_thread(lambda: make_transport(address, key="alice.secret").look(address))
         async with two(tmp_path) as (one, other, addresses):
             first, second = addresses_in(addresses)
             answer.update(status=200, text=first)
