@@ -32,6 +32,7 @@ def test_a_trace_without_a_load_is_refused(tmp_path: Path, rows: list[str], said
     assert said in " ".join(result.stderr.split())
 
 
+@pytest.mark.thorough
 def test_a_trace_that_begins_with_answers_of_one_token(tmp_path: Path) -> None:
     """The latency of one client alone comes from the answers that have one."""
     result = command(*OPTIONS, str(trace_file(tmp_path, *(f"{at / 10},100,5" for at in range(4)), "0.4,50,30")))

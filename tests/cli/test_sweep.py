@@ -32,6 +32,7 @@ def test_a_sweep_runs_side_by_side(service: Service, data: Path, tmp_path: Path)
     assert "fast" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_run_of_a_sweep_without_a_whole_checkpoint_begins_again_unless_it_had_ended(
     service: Service, data: Path, tmp_path: Path
 ) -> None:
