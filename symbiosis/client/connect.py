@@ -21,7 +21,14 @@ from symbiosis.core.privacy import Privacy, masked
 from symbiosis.core.registry import make_privacy, make_transport
 from symbiosis.core.terms import MOST_DECODED, NO_TERMS, Kind, Terms
 from symbiosis.core.transport import Channel, Look
-from symbiosis.errors import BusyError, ExecutorClosedError, ShareError, UsageError
+from symbiosis.errors import (
+    BusyError,
+    ConnectionLostError,
+    ExecutorClosedError,
+    RefusedError,
+    ShareError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -78,7 +85,13 @@ class Base:
         self._joint = self._make_decoder()
 
     async def __aenter__(self) -> Base:
-        self._look = await asyncio.to_thread(self._transport.look, self.address)
+        look = await asyncio.to_thread(self._transport.look, self.address)
+        states = look.status.get("replicas", {})
+        if self.address in states:  # layers are missing
+            away = [state["error"] for address, state in states.items() if "error" in state and address != self.address]
+            kind = ConnectionLostError if away else RefusedError
+            raise kind("; ".join([states[self.address]["error"], *away]))
+        self._look = look
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -370,6 +370,7 @@ async def test_gaps_and_contradictions(tmp_path: Path) -> None:
             for connect in (
                 lambda: make_transport(together).connect(together, "client"),
                 lambda: in_thread(make_transport(together).connect_blocking, together, "client"),
+                lambda: symbiosis.connect(together).__aenter__(),
             ):
                 with pytest.raises(error, match=why):
                     await connect()
