@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from symbiosis.terminal.console import write_json
+from symbiosis.terminal.console import brief, write_json
 from symbiosis.terminal.machine import machine as describe_machine
 
 
@@ -77,5 +77,5 @@ def ratio(numerators: Iterable[float], denominators: Iterable[float]) -> float:
 
 def _text(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+        return brief(value)
     return f"{value:,}" if isinstance(value, int) else str(value)

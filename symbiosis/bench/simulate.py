@@ -16,7 +16,7 @@ from rich.table import Table
 from symbiosis.bench.commands import LayersOption, PresetName
 from symbiosis.core.registry import make_policy
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import PLOTS, console, is_given, toml_in, writable, write_and_show, write_json
+from symbiosis.terminal.console import PLOTS, brief, console, is_given, toml_in, writable, write_and_show, write_json
 from symbiosis.terminal.loop import run
 from symbiosis.terminal.progress import Steps
 
@@ -375,7 +375,7 @@ def _ratio(predicted: float, real: float) -> str:
 
 
 def _text(value: float) -> str:
-    return "" if value != value else f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+    return "" if value != value else brief(value)
 
 
 def _as_data(

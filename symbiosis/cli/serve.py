@@ -22,7 +22,7 @@ from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, op
 from symbiosis.core.budget import LEAST_BYTES
 from symbiosis.core.registry import is_several, make_policy, make_transport
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console, visible, writable
+from symbiosis.terminal.console import brief, console, visible, writable
 from symbiosis.terminal.loop import allow_descriptors, run, wait_passively
 from symbiosis.terminal.signals import endings, without_terminal
 
@@ -308,6 +308,4 @@ def status(
 def _text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
-    return str(value)
+    return brief(value) if isinstance(value, float) else str(value)

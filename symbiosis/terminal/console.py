@@ -62,6 +62,11 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
+def brief(number: float) -> str:
+    """Return a number with three digits or, from 100 on, without decimals."""
+    return f"{number:.3g}" if abs(number) < 100 else f"{number:,.0f}"
+
+
 def visible(text: object) -> str:
     """Return a text in which control characters, but for line breaks and tabs, are written as ``\\x1b``. A terminal
     obeys such characters, and texts of another process may contain them."""

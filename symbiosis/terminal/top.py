@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from symbiosis.errors import WireError
-from symbiosis.terminal.console import visible
+from symbiosis.terminal.console import brief, visible
 
 MOST = 10_000
 """Largest number of names in a table of an executor's status."""
@@ -189,8 +189,8 @@ def why_unshared(past: Mapping[str, Any]) -> list[str]:
         found.append(_how_far_apart(past["apart"], tenants))
         queued, ran = sum(tenant["wait_s"] for tenant in tenants.values()), past["run_s"]
         found.append(
-            f"On average a request was queued for {_brief(1e3 * queued / requests)} ms, and a batch ran for "
-            f"{_brief(1e3 * ran / max(past['batches'], 1))} ms."
+            f"On average a request was queued for {brief(1e3 * queued / requests)} ms, and a batch ran for "
+            f"{brief(1e3 * ran / max(past['batches'], 1))} ms."
         )
     for name, tenant in list(tenants.items())[:SHOWN]:
         own = sum(tenant["alone"].values())
@@ -246,7 +246,7 @@ def view(
         f"{past['name']} {past['model']}: {past['served_layers']}".lstrip(),
         f"policy {past['policy']}",
         f"load {past['load']:.2f}, {'no batches' if batch is None else f'{batch:.2f} requests per batch'}, "
-        f"in the last {_brief(past['seconds'])} s",
+        f"in the last {brief(past['seconds'])} s",
         *past["why"][:sentences],
     ]
     rows = []
@@ -344,10 +344,6 @@ def _largest(parts: Mapping[str, float], form: Callable[[float], str]) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}" if value < 10 else f"{value:,.0f}"
-
-
-def _brief(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _percent(part: float | None) -> str:
