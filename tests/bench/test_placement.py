@@ -12,11 +12,17 @@ import pytest
 import torch
 
 from symbiosis.bench.models import PRESETS
-from symbiosis.bench.placed import Spent, WorkCosts
+from symbiosis.bench.placed import Spent, WorkCosts, _Back, _There
 from symbiosis.bench.placement import Figures, JobsInTurn
 from symbiosis.bench.recorder import Curve
 from symbiosis.bench.settings import Settings
 from symbiosis.core.requests import Key, Pass
+from symbiosis.core.terms import Kind
+from symbiosis.policies import Opportunistic
+from symbiosis.simulation import Cost
+from symbiosis.simulation.clock import Clock, Cores, Thread
+from symbiosis.simulation.executor import SimulatedExecutor
+from symbiosis.simulation.simulation import Ask, Cluster, Hop, InWalk, Route, SimulatedClient
 from tests.helpers import command
 
 KEY = Key((0,), Pass.FORWARD)
@@ -93,3 +99,26 @@ def test_command(tmp_path: Path) -> None:
         *(f"{figure}, simulated / measured: {name}" for name in (names[1], names[3]) for figure in ("decode", "train")),
     }
     assert all(0.2 < ratio < 5 for ratio in found["headline"].values()), "with one tenant all placements are alike"
+
+
+def test_answers_leave_before_the_next_batch() -> None:
+    """The client whose answer is under way computes while the next batch runs, and shares the one after it."""
+    clock = Clock()
+    thread = Thread(Cores(clock, 2))
+    executor = SimulatedExecutor(clock, Opportunistic(), layers=2, cost=Cost(1e-3, 1e-5).of, thread=thread)
+    cluster = Cluster(clock)
+    route = Route([Hop(executor, *(each(clock, thread, 1e-4, 1e-5) for each in (_There, _Back)))])
+    ends = {}
+
+    def calls(name: str, layers: int) -> SimulatedClient:
+        yield InWalk(True)
+        for layer in range(layers):
+            ends[name, layer] = yield Ask(Key((layer,), Pass.FORWARD), 1, Kind.DECODE)
+
+    cluster.add("a", calls("a", 1), route=route)
+    cluster.add("b", calls("b", 2), at=5e-4, route=route)
+    cluster.run()
+    batch = 1e-3 + 1e-5
+    ended = 1e-4 + 1e-5 + batch
+    assert ends["a", 0] == pytest.approx(ended + 2e-5 + 1e-4), "b's call has come before a's answer"
+    assert ends["b", 0] == pytest.approx(ended + 2e-5 + batch + 1e-5 + 1e-4)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from symbiosis.bench.placed import _Back, _There
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
 from symbiosis.core.terms import Kind, Terms
@@ -150,28 +149,6 @@ def test_a_client_is_in_no_walk_at_an_executor_while_its_call_is_under_way() -> 
     cluster.add("one", generate(2, 1, 1, 0.0, one), at=0.1, route=Route([Hop(second)], None))
     cluster.run()
     assert one.tokens[0] < 0.2
-
-
-def test_answers_leave_before_the_next_batch() -> None:
-    """The client whose answer is under way computes while the next batch runs, and shares the one after it."""
-    clock = Clock()
-    thread = Thread(Cores(clock, 2))
-    executor, cluster = _executor(clock, Opportunistic(), thread=thread), Cluster(clock)
-    route = Route([Hop(executor, *(each(clock, thread, 1e-4, 1e-5) for each in (_There, _Back)))])
-    ends = {}
-
-    def calls(name: str, layers: int) -> SimulatedClient:
-        yield InWalk(True)
-        for layer in range(layers):
-            ends[name, layer] = yield Ask(Key((layer,), Pass.FORWARD), 1, Kind.DECODE)
-
-    cluster.add("a", calls("a", 1), route=route)
-    cluster.add("b", calls("b", 2), at=5e-4, route=route)
-    cluster.run()
-    batch = 1e-3 + 1e-5
-    ended = 1e-4 + 1e-5 + batch
-    assert ends["a", 0] == pytest.approx(ended + 2e-5 + 1e-4), "b's call has come before a's answer"
-    assert ends["b", 0] == pytest.approx(ended + 2e-5 + batch + 1e-5 + 1e-4)
 
 
 def test_targets_are_those_of_a_part() -> None:
