@@ -21,14 +21,7 @@ from symbiosis.core.privacy import Privacy, masked
 from symbiosis.core.registry import make_privacy, make_transport
 from symbiosis.core.terms import MOST_DECODED, NO_TERMS, Kind, Terms
 from symbiosis.core.transport import Channel, Look
-from symbiosis.errors import (
-    BusyError,
-    ConnectionLostError,
-    ExecutorClosedError,
-    RefusedError,
-    ShareError,
-    UsageError,
-)
+from symbiosis.errors import BusyError, ExecutorClosedError, ShareError, UsageError
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -86,11 +79,8 @@ class Base:
 
     async def __aenter__(self) -> Base:
         look = await asyncio.to_thread(self._transport.look, self.address)
-        states = look.status.get("replicas", {})
-        if self.address in states:  # layers are missing
-            away = [state["error"] for address, state in states.items() if "error" in state and address != self.address]
-            kind = ConnectionLostError if away else RefusedError
-            raise kind("; ".join([states[self.address]["error"], *away]))
+        if look.gap is not None:
+            raise look.gap
         self._look = look
         return self
 

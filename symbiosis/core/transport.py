@@ -15,6 +15,7 @@ from symbiosis.core.budget import Budget
 from symbiosis.core.requests import Call, Expected, Key, LayerSpec
 from symbiosis.core.share import Resident, Share
 from symbiosis.core.terms import NO_TERMS, Terms
+from symbiosis.errors import SymbiosisError
 
 if TYPE_CHECKING:
     import torch
@@ -226,6 +227,8 @@ class Look(NamedTuple):
     """The description in the executor's :class:`~symbiosis.core.share.Share`."""
     tokenizer: dict[str, bytes]
     """Tokenizer files: names and contents."""
+    gap: SymbiosisError | None = None
+    """Of several executors, why they do not serve the whole model now; ``model`` is then that of one part."""
 
 
 class Transport(Protocol):

@@ -109,11 +109,10 @@ class Replicas:
         seen = _described(looks)
         first = next(look for look in looks.values() if isinstance(look, Look))
         try:
-            whole: Mapping[str, Any] = merge(seen)
+            return Look({"replicas": replicas}, merge(seen), first.tokenizer)
         except GapError as error:
-            whole = first.model
             replicas[address] = {"error": str(error)}
-        return Look({"replicas": replicas}, dict(whole), first.tokenizer)
+            return Look({"replicas": replicas}, first.model, first.tokenizer, _why(error, looks))
 
     def _parts(self) -> tuple[list[str], dict[str, Any], Looks]:
         """Return the fingerprints of the model's parts, the description of the whole model, and what was seen.
@@ -164,11 +163,16 @@ def _merge(looks: Looks) -> dict[str, Any]:
     try:
         return merge(seen)
     except GapError as error:
-        if not (errors := _errors(looks)):
-            raise
-        why = together(errors)
-        kind = ConnectionLostError if isinstance(why, MAY_RETURN) else RefusedError
-        raise kind(f"{error}; {why}") from error
+        raise _why(error, looks) from None
+
+
+def _why(error: GapError, looks: Looks) -> SymbiosisError:
+    """Return the error of a gap, with those of executors that may serve the missing layers."""
+    if not (errors := _errors(looks)):
+        return error
+    why = together(errors)
+    kind = ConnectionLostError if isinstance(why, MAY_RETURN) else RefusedError
+    return kind(f"{error}; {why}")
 
 
 def _described(looks: Looks) -> dict[str, Mapping[str, Any]]:
