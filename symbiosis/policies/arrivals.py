@@ -4,8 +4,10 @@ A batch of a key takes a + b · rows seconds, so a request that joins another on
 served for an earlier key of the walk has yet to compute before each request up to this one. Waiting for it pays if it
 computes for a shorter time than the sum of ``a`` over these keys: clients that meet share batches from there on, and
 each of these batches, too, costs a wait of that kind. If ``a`` is larger at the other keys of the walk, their mean
-counts, because clients that part at this key share none of their batches either. How long each client computes, and the
-order of keys, are learned.
+counts, because clients that part at this key share none of their batches either. A client in the executor's process
+computes on the executor's cores, so these are not idle while a request waits for it. Waiting for it pays if it computes
+for a shorter time than the sum of ``a`` over the last 16 keys of the walk. How long each client computes, and the order
+of keys, are learned.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ class Arrivals:
         """The same clients by key, with the time at which that batch ended; the latest one is last."""
         self._usual: dict[str, float] = {}
         """Seconds that each client usually computes before a request."""
+        self._local: set[str] = set()
+        """Clients in the executor's process."""
         self._before: dict[Key, Key] = {}
         """For each key, the key for which a client was served just before it asked for this one."""
 
@@ -62,7 +66,7 @@ class Arrivals:
 
     def started(self, batch: Batch, now: float) -> None:
         """Note the clients of a batch that starts now."""
-        known: list[dict[Any, Any]] = [self._served_at, self._left, self._usual, self._before]
+        known: list[dict[Any, Any] | set[str]] = [self._served_at, self._left, self._usual, self._local, self._before]
         if max(map(len, known)) >= _MOST:
             for each in known:
                 each.clear()
@@ -74,6 +78,8 @@ class Arrivals:
                 del self._left[served_at[client]][client]
             served_at[client] = key
             left[client] = now
+            if request.local:
+                self._local.add(client)
 
     def ran(self, batch: Batch, seconds: float) -> None:
         """Note how long the latest batch of its clients took. On a GPU they may have sent other requests since."""
@@ -95,7 +101,7 @@ class Arrivals:
             if left := self._left.get(before):
                 client, ended = next(reversed(left.items()))
                 computed = ended + requests * self._usual.get(client, 0.0)
-                saved = max(sum(starts[:requests]), requests * mean)
+                saved = sum(starts) if client in self._local else max(sum(starts[:requests]), requests * mean)
                 if computed - saved < now < computed + _PATIENCE * saved:
                     return computed + _PATIENCE * saved
         return -math.inf
