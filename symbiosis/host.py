@@ -252,7 +252,7 @@ class Executor:
             self._lost(self._shards.error)
 
     async def listen(self, address: str, *, keep_weights: bool | None = None, **options: Any) -> Listener:
-        """Open one more address, such as ``shm:///run/symbiosis.sock``.
+        """Open one more address, such as ``shm:///tmp/symbiosis.sock``.
 
         Args:
             address: the address.

@@ -66,7 +66,7 @@ class Calibration:
         self._settings = settings
         tokens = sum(arrival.tokens for arrival in load.trace)
         contexts = sum(arrival.tokens * (arrival.prompt + arrival.tokens // 2) for arrival in load.trace)
-        self._context = min(max(contexts // tokens - STEPS // 2, 1), LONGEST)
+        self._context = min(max(contexts // tokens - STEPS // 2, 2), LONGEST)  # 1 would be a prompt of "last tokens"
         self._prompts = _up_to(max(arrival.prompt for arrival in load.trace), PROMPTS)
         self._lengths = _up_to(load.rows, TUNING)
         clients = len(load.by_client())

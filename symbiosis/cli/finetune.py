@@ -123,7 +123,7 @@ def finetune(
     Ctrl-C, SIGTERM and SIGHUP save a checkpoint after the running step; --resume continues from it. The folder gets
     log.jsonl, with a line for each step.
 
-    Example: symbiosis finetune shm:///run/symbiosis.sock --data train.jsonl --lora r=8,alpha=16 --output adapters/alice
+    Example: symbiosis finetune shm:///tmp/symbiosis.sock --data train.jsonl --lora r=8,alpha=16 --output adapters/alice
     """
     if resume and overwrite:
         raise UsageError("--resume continues a run and --overwrite begins one again; give one of them")

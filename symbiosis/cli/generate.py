@@ -83,7 +83,7 @@ def generate(
     Prompts are made as `symbiosis finetune` made them for the adapter. The model's own generation settings, such as a
     repetition penalty, apply too. Without --top-p and --top-k they say what to sample from; top-k is otherwise 50.
 
-    Example: symbiosis generate shm:///run/symbiosis.sock --adapter adapters/alice --prompt "The quick brown fox"
+    Example: symbiosis generate shm:///tmp/symbiosis.sock --adapter adapters/alice --prompt "The quick brown fox"
     """
     if [prompt is not None, prompts is not None, chat].count(True) != 1:
         raise UsageError("give one of --prompt, --prompts and --chat")

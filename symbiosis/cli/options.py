@@ -13,7 +13,7 @@ from symbiosis.errors import UsageError
 AddressArgument = Annotated[
     str,
     typer.Argument(
-        help="The executor's address: shm:///run/symbiosis.sock, tcp://host:7000, dist://host:7001. Several addresses "
+        help="The executor's address: shm:///tmp/symbiosis.sock, tcp://host:7000, dist://host:7001. Several addresses "
         "of one model, separated by commas, are replicas of it, or serve parts of it; file:///run/list.txt names them "
         "in a file, and http://head:7070/llama asks a cluster for them.",
         show_default=False,

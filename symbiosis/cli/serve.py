@@ -146,7 +146,7 @@ def serve(
 
     Tenants receive the model's configuration, tokenizer, embeddings and norms, and need no checkpoint.
 
-    Example: symbiosis serve ./llama --listen shm:///run/symbiosis.sock --policy opportunistic
+    Example: symbiosis serve ./llama --listen shm:///tmp/symbiosis.sock --policy opportunistic
 
     Example: symbiosis serve --config serve.toml --listen tcp://127.0.0.1:7000
     """

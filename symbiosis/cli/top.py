@@ -41,7 +41,7 @@ def top(
 
     Over tcp:// and dist:// with a key it shows your own tenant alone.
 
-    Example: symbiosis top shm:///run/symbiosis.sock --once
+    Example: symbiosis top shm:///tmp/symbiosis.sock --once
     """
     transport = make_transport(address, **options_of(key=key, insecure=insecure))
     several, out = is_several(address), console()

@@ -46,7 +46,7 @@ def connect(address: str, *, privacy: str | Privacy | None = None, joint: str = 
     """Return a base model served by another process, to be opened with ``async with``.
 
     Args:
-        address: an executor's address, such as ``shm:///run/symbiosis.sock``.
+        address: an executor's address, such as ``shm:///tmp/symbiosis.sock``.
         privacy: how the rows of its clients are masked by default; see :meth:`symbiosis.Executor.client`.
         joint: how its clients that decode are walked together; see :class:`symbiosis.Executor`. Clients with terms of
             their own, and clients whose rows are masked, walk alone.

@@ -80,7 +80,7 @@ def open_model(
     ``model.symbiosis`` is an :class:`OpenedModel`; ``model.tokenizer`` and ``model.precompute`` are its methods.
 
     Args:
-        address: an executor's address, such as ``shm:///run/symbiosis.sock``.
+        address: an executor's address, such as ``shm:///tmp/symbiosis.sock``.
         name: name of this client, shown in the executor's statistics and events.
         device: where the client's part of the model runs; by default where the transport delivers tensors.
         priority, slo_ms, ttft_ms, kind: what this client asks for; see :meth:`symbiosis.Base.client`.

@@ -1,4 +1,4 @@
-"""``shm:///run/symbiosis.sock``: clients in other processes of the same host. The executor's end, and the transport.
+"""``shm:///tmp/symbiosis.sock``: clients in other processes of the same host. The executor's end, and the transport.
 
 Messages travel over a Unix socket; tensors lie in an arena that both processes map (:mod:`symbiosis.transports.arena`),
 and the client's share of the model in a sealed memfd that all clients map. Both descriptors come over the

@@ -40,7 +40,7 @@ async def test_tcp_needs_neither_memfd_nor_proc(base: Any, tmp_path: Path, monke
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(share, "OPEN_FILES", tmp_path)
     with pytest.raises(UsageError, match=r"needs Linux.*use tcp://"):
-        make_transport("shm:///run/symbiosis.sock")
+        make_transport("shm:///tmp/symbiosis.sock")
     ids = torch.arange(12).reshape(2, 6)
     expected = base(input_ids=ids).logits
     async with symbiosis.Executor(base) as executor:
