@@ -7,9 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from symbiosis.bench.calibrate import Curve
+from symbiosis.bench.calibrate import Calibration, Curve
+from symbiosis.bench.models import PRESETS
+from symbiosis.bench.settings import Settings
 from symbiosis.bench.simulate import _ratio, _show, _text
 from symbiosis.cli.commands import app
 from symbiosis.simulation import replay as replays
@@ -143,6 +146,14 @@ def test_predictions_beside_a_real_executor(tmp_path: Path, monkeypatch: pytest.
     assert found["predicted"]["finished"] == found["real"]["finished"] == 4
     assert found["predicted"]["mean_batch"] >= 1
     assert found["real"]["finetune_per_s"] > 0
+
+
+async def test_short_prompts_leave_most_layers_to_all_tokens() -> None:
+    """Only the head is measured as a layer that prompts send their last token to."""
+    settings = Settings(PRESETS["tiny"], torch.device("cpu"), "", "linear", 1, lambda text: None)
+    async with Calibration(settings, ReplayedLoad([Arrival(0.0, 1, 2)] * 2)) as calibration:
+        recorder = calibration._apart.recorder
+        assert recorder.alone == {recorder.walk[-1]}
 
 
 def test_the_curve_uses_the_median_of_each_size() -> None:
