@@ -263,8 +263,8 @@ async def _serve(
             if reloader.early:
                 reloader.apply(executor)
         gc.freeze()  # a full collection would stop the executor for 0.2 s (docs/decisions/0013-garbage-collection.md)
-        served = escape(executor.status()["served_layers"])
-        out.print(f"serving [bold]{escape(model)}[/] ({served}) on {escape(', '.join(opened))}", soft_wrap=True)
+        served = escape(f"({executor.status()['served_layers']}; {executor.device}) on {', '.join(opened)}")
+        out.print(f"serving [bold]{escape(model)}[/] {served}", soft_wrap=True)
         for line in executor.sharing.lines():
             out.print(escape(line), soft_wrap=True)
         asked, closed = asyncio.create_task(stop.wait()), asyncio.create_task(executor.wait_closed())

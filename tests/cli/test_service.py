@@ -343,6 +343,7 @@ def test_serve_ends_cleanly(checkpoint: Path, tmp_path: Path, number: int) -> No
     finally:
         signal.signal(number, before)
     assert running.stop(number) == 0
+    assert "and lm_head; cpu) on shm://" in running.log
     assert not (tmp_path / "s.sock").exists()
     events = [json.loads(line) for line in running.log.splitlines() if line.startswith('{"')]
     assert any(event["event"] == "listening" for event in events)
