@@ -63,6 +63,7 @@ class Arrivals:
         usual = self._usual.get(client) or seconds
         self._usual[client] = usual + _LEARN * (min(seconds, _PAUSE * usual) - usual)
         self._before[request.key] = before
+        (self._local.add if request.local else self._local.discard)(client)
 
     def started(self, batch: Batch, now: float) -> None:
         """Note the clients of a batch that starts now."""
@@ -78,8 +79,6 @@ class Arrivals:
                 del self._left[served_at[client]][client]
             served_at[client] = key
             left[client] = now
-            if request.local:
-                self._local.add(client)
 
     def ran(self, batch: Batch, seconds: float) -> None:
         """Note how long the latest batch of its clients took. On a GPU they may have sent other requests since."""
