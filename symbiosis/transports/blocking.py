@@ -127,6 +127,7 @@ class BlockingChannel(SynchronousChannel):
             raise
         self.identity = conversation.identity
         self.before_return = conversation.before_return
+        self.check_open = conversation.check_open
         self._lock = threading.Lock()
         super().__init__()
 

@@ -38,6 +38,7 @@ class AsyncChannel:
         self.share = connection.share
         self.identity = conversation.identity
         self.before_return = conversation.before_return
+        self.check_open = conversation.check_open
         self._conversation = conversation
         self._join = join
         self._better = better
@@ -136,7 +137,7 @@ class AsyncChannel:
         pass
 
     def begin_walk(self) -> None:
-        self._conversation.check_open()
+        self.check_open()
         self.walk(True)
 
     def end_walk(self) -> None:

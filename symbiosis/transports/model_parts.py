@@ -16,6 +16,8 @@ from symbiosis.core.requests import Call, LayerSpec, Results
 from symbiosis.core.share import Resident, block_of, fingerprint_of, layers_of
 from symbiosis.core.transport import Channel, Check, Identity
 from symbiosis.errors import RefusedError, RequestError, ShareError
+from symbiosis.transports.blocking import BlockingChannel
+from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.share import common_share
 from symbiosis.transports.threads import ThreadCalls
 
@@ -124,7 +126,7 @@ class PartsChannel:
 
     def __init__(
         self,
-        channels: Sequence[Channel],
+        channels: Sequence[AsyncChannel | BlockingChannel],
         description: Mapping[str, Any],
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
@@ -199,6 +201,8 @@ class PartsChannel:
             self._threads.interrupt(error)
 
     def begin_walk(self) -> None:
+        for channel in self._channels:
+            channel.check_open()  # no part of a walk is done in vain, and a joint walk changes no cache
         self._in_walk = True
 
     def end_walk(self) -> None:

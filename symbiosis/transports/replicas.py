@@ -10,7 +10,7 @@ its replica is crowded and another one is not, a client moves there between two 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn
@@ -66,7 +66,7 @@ class Replicas:
 
     async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
         parts, whole, looks = await asyncio.to_thread(self._parts)
-        channels: list[Channel] = []
+        channels: list[AsyncChannel] = []
         with ExitStack() as stack:  # closes what was opened if anything fails
             for part in parts:
                 choice = Choice(self._addresses, part, looks, bool(channels), parts)
@@ -81,7 +81,7 @@ class Replicas:
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
         parts, whole, looks = self._parts()
-        channels: list[Channel] = []
+        channels: list[BlockingChannel] = []
         with ExitStack() as stack:
             for part in parts:
                 choice = Choice(self._addresses, part, looks, bool(channels), parts)
@@ -191,5 +191,9 @@ def _errors(looks: Looks) -> list[SymbiosisError]:
     return [look for look in looks.values() if isinstance(look, SymbiosisError)]
 
 
-def _whole(channels: list[Channel], whole: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None) -> Channel:
+def _whole(
+    channels: Sequence[AsyncChannel | BlockingChannel],
+    whole: Mapping[str, Any],
+    loop: asyncio.AbstractEventLoop | None,
+) -> Channel:
     return channels[0] if len(channels) == 1 else PartsChannel(channels, whole, loop)

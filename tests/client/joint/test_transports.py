@@ -75,14 +75,23 @@ async def test_a_connection_that_is_opened_again(tmp_path: Path) -> None:
                 assert served.walks()[one.name]["joint"] >= 10, served.walks()
 
 
-async def test_joint_walks_go_on_after_an_outage(tmp_path: Path) -> None:
-    base, where = model_of("llama"), f"shm://{tmp_path}/joint.sock"
+@pytest.mark.parametrize("parts", [[None], ["0", "1,lm_head"]], ids=["whole", "in parts"])
+async def test_joint_walks_go_on_after_an_outage(parts: list[str | None], tmp_path: Path) -> None:
+    """Of a model in parts, the executor of the last part is lost."""
+    base, where = model_of("llama"), [f"shm://{tmp_path}/{number}.sock" for number in range(len(parts))]
     plain_base = copy.deepcopy(base)
-    served = symbiosis.connect(where, retry=0)
-    async with contextlib.AsyncExitStack() as stack:
+    served = symbiosis.connect(",".join(where), retry=0)
+
+    async def serve(stack: contextlib.AsyncExitStack, part: str | None, address: str) -> None:
+        executor = await stack.enter_async_context(Executor(copy.deepcopy(base), layers=part))
+        await executor.listen(address)
+
+    async with asyncio.timeout(60), contextlib.AsyncExitStack() as stack:
+        for part, address in zip(parts[:-1], where, strict=False):
+            await serve(stack, part, address)
         for turn in ("before", "after"):
-            async with asyncio.timeout(60), Executor(copy.deepcopy(base)) as executor:
-                await executor.listen(where)
+            async with contextlib.AsyncExitStack() as last:
+                await serve(last, parts[-1], where[-1])
                 if turn == "before":
                     await stack.enter_async_context(served)
                 one, two = [served.client(lora(), name=f"{turn}-{seed}", seed=seed) for seed in (0, 1)]
