@@ -21,18 +21,19 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     return uvloop.run(main)
 
 
-ON_THIS_HOST = re.compile(r"shm://|\w+://(localhost|127\.|\[::1\])")
-"""Beginnings of addresses that only processes of this host can reach."""
+MAYBE_ON_THIS_HOST = re.compile(r"shm://|file://|https?://|\w+://(localhost|127\.|\[::1\])")
+"""Beginnings of addresses that only processes of this host can reach, and of lists
+(``core.registry.LISTS``), which may have such addresses."""
 
 
 def wait_passively(*addresses: str) -> None:
     """Have OpenMP's idle threads sleep, in this process and in processes that it starts. With addresses, do so only if
-    the other ends of some of them are on this host.
+    the other ends of some of them are on this host, or may be.
 
     By default they spin for about a millisecond, on cores where another process computes. Two processes then run at
     half their speed (docs/decisions/0011-idle-threads.md). Must be called before torch is imported.
     """
-    if not addresses or any(map(ON_THIS_HOST.match, ",".join(addresses).split(","))):
+    if not addresses or any(map(MAYBE_ON_THIS_HOST.match, ",".join(addresses).split(","))):
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,25 @@ def test_torch_is_imported_afterwards(command: list[str], tmp_path: Path) -> Non
         [sys.executable, "-c", SCRIPT, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("address", "waits"),
+    [
+        ("tcp://far:1,shm:///SOCKET", True),
+        ("tcp://[::1]:1", True),
+        ("file:///run/list.txt", True),
+        ("http://head:7070/llama", True),
+        ("https://head/llama", True),
+        ("tcp://far:1", False),
+    ],
+)
+def test_threads_sleep_beside_processes_that_may_be_on_this_host(
+    address: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    loop.wait_passively(address)
+    assert os.environ == ({"OMP_WAIT_POLICY": "PASSIVE"} if waits else {})
 
 
 def test_more_descriptors_than_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
