@@ -98,6 +98,7 @@ class BlockingChannel(SynchronousChannel):
         hello: the client's name and terms.
         retry_s: seconds for which a client that has lost its executor tries to join again.
         better: called after each walk; returns whether to join again, because there is a better executor.
+        leave: called when Ctrl-C ends a connection that works.
 
     Raises:
         SymbiosisError: the errors of ``join``.
@@ -110,11 +111,13 @@ class BlockingChannel(SynchronousChannel):
         hello: Hello,
         retry_s: float,
         better: Callable[[], bool] | None = None,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         self.client = str(hello.name)
         self._conversation = conversation = Conversation(address, hello, retry_s)
         self._join = join
         self._better = better
+        self._leave = leave
         self._connection = connection = join(hello, False)
         try:
             conversation.joined(connection.welcome)
@@ -229,6 +232,8 @@ class BlockingChannel(SynchronousChannel):
         )
 
     def _interrupted(self) -> None:
+        if self._conversation.state is _JOINED:
+            self._leave()
         self._conversation.interrupted()
         self._connection.close()
 

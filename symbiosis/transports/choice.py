@@ -66,7 +66,7 @@ class Choice:
         self._taken = 0.0
         """When the replica was joined."""
         self._moves = False
-        """Whether the client leaves a replica that works for a better one."""
+        """Whether the client leaves a replica that works."""
         self._failures: dict[Replica, tuple[float, float]] = {}
         """For each replica that has failed: for how many seconds others are preferred, and the time at which that
         ends."""
@@ -140,6 +140,10 @@ class Choice:
             before = 0.0  # it has worked
         seconds = min(4 * before, LONGEST_AVOID_S) or AVOID_S
         self._failures[replica] = seconds, self._now() + seconds
+
+    def leave(self) -> None:
+        """Note that the client ends its connection, and has not lost the replica."""
+        self._moves = True
 
     def _avoided(self, replica: Replica) -> bool:
         return self._now() < self._failures.get(replica, _NEVER)[1]

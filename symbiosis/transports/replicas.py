@@ -86,7 +86,8 @@ class Replicas:
             for part in parts:
                 choice = Choice(self._addresses, part, looks, bool(channels), parts)
                 join: BlockingJoin = partial(_joined, choice, lambda one: one.transport.join_blocking(one.address))
-                channel = BlockingChannel(join, address, Hello(client, terms), self._retry_s, choice.better)
+                hello = Hello(client, terms)
+                channel = BlockingChannel(join, address, hello, self._retry_s, choice.better, choice.leave)
                 channel.before_return = choice.before_return
                 stack.callback(channel.close)
                 channels.append(channel)

@@ -85,6 +85,33 @@ async def test_a_client_goes_on_at_another_replica(method: str, tmp_path: Path) 
         assert other.statistics().requests
 
 
+@pytest.mark.parametrize("lost", [False, True])
+async def test_a_replica_is_avoided_if_it_was_lost_and_not_after_ctrl_c(
+    lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[Replica] = []
+    monkeypatch.setattr(Choice, "failed", lambda choice, replica: failed.append(replica))
+    call = Call(Key((0,), Pass.FORWARD), Kind.DECODE, (torch.ones(1, 32),))
+    error = ConnectionLostError("reset") if lost else KeyboardInterrupt()
+
+    def receive() -> Any:
+        raise error
+
+    async with two(tmp_path) as (_, _, addresses):
+
+        def work() -> None:
+            channel: Any = make_transport(addresses).connect_blocking(addresses, "a")
+            monkeypatch.setattr(channel._connection, "receive", receive)
+            try:
+                channel.call(call)
+            except KeyboardInterrupt:
+                channel.call(call)
+            channel.close()
+
+        await in_thread(work)
+    assert len(failed) == lost
+
+
 async def test_clients_that_have_joined_at_different_replicas_decode_jointly(tmp_path: Path) -> None:
     """Their shares of the model are one."""
     async with two(tmp_path) as (one, other, addresses), symbiosis.connect(addresses) as base:
