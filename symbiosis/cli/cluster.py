@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from uuid import uuid4
 
 import typer
 from rich.markup import escape
@@ -179,9 +180,7 @@ def submit(
 
     given, key = parsed.params, parsed.params["key"]
     job = {
-        "arguments": command[1:],
-        "output": str(given["output"]),
-        "sweep": given["sweep"] is not None,
+        "arguments": ["--job", uuid4().hex, *command[1:]],
         "folder": str(Path.cwd()),
         "address": _absolute(given["address"]),
         "options": options_of(key=None if key is None else str(Path(key).absolute()), insecure=given["insecure"]),

@@ -12,8 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from symbiosis.cli.folder import OPTIONS_FILE, check_json, check_same, checkpoint_in, earlier_in, owned, replaced
-from symbiosis.cli.inputs import read_inputs
+from symbiosis.cli.folder import (
+    OPTIONS_FILE,
+    check_json,
+    check_same,
+    checkpoint_in,
+    earlier_in,
+    has_checkpoint,
+    is_of,
+    owned,
+    replaced,
+)
+from symbiosis.cli.inputs import method_in, read_inputs
+from symbiosis.cli.methods import lost_in_checkpoints
 from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, PrivacyOption, RetryOption, options_of
 from symbiosis.core.registry import make_transport
 from symbiosis.errors import UsageError
@@ -117,6 +128,10 @@ def finetune(
     retry: RetryOption = 60.0,
     privacy: PrivacyOption = "none",
     json: Annotated[Path | None, typer.Option(help="Also write losses and results to this file, as JSON.")] = None,
+    job: Annotated[
+        str | None,
+        typer.Option(hidden=True, help="Id of the job that may start the command again; its own run goes on then."),
+    ] = None,
 ) -> None:
     """Fine-tune an adapter on a base model that another process serves, and save it as a standard PEFT adapter.
 
@@ -128,7 +143,7 @@ def finetune(
     if resume and overwrite:
         raise UsageError("--resume continues a run and --overwrite begins one again; give one of them")
     read = [data, peft, sweep, key, Path(validation) if validation else None]
-    check_json(json, read, output, resume or overwrite)
+    check_json(json, read, output, resume or overwrite or is_of(output, job))
     if sweep is not None:
         from symbiosis.cli.sweep import sweep as run_sweep
 
@@ -141,11 +156,16 @@ def finetune(
     wait_passively(address)
     options = options_of(key=key, insecure=insecure, retry=retry)
     make_transport(address, **options)  # an error in them comes before the imports of some seconds below
-    with owned(output):
+    given = partial(is_given, context)
+    with owned(output, job):
         writable(json)
+        if not resume and is_of(output, job):
+            config, _ = method_in(context.params, given)
+            resume = has_checkpoint(output) and not lost_in_checkpoints(config, resume=True)
+            overwrite = not resume
         checkpoint = checkpoint_in(output) if resume else None
         earlier = [] if resume else earlier_in(output, overwrite, read=read)
-        records, others, held_out, config, option = read_inputs(context.params, partial(is_given, context))
+        records, others, held_out, config, option = read_inputs(context.params, given)
         assert data is not None
         tests = validation if others is None else _hash(others)
         kept = {"peft": config.to_dict(), "data": _hash(records), "validation": tests, "sequence": sequence}
@@ -184,7 +204,7 @@ def finetune(
                 arguments=arguments,
             )
             with replaced(output, earlier):
-                write_json(output / OPTIONS_FILE, kept)
+                write_json(output / OPTIONS_FILE, {**kept, "job": job})
                 examples.format.save(output)
                 stopped = _train(run, json, {"address": address, "adapter": str(output)})
     if stopped:

@@ -20,6 +20,10 @@ from symbiosis.terminal.console import console, descriptor, writable
 OPTIONS_FILE = "finetune.json"
 """File in the output folder with the options of the run, for ``--resume``."""
 ADAPTER_FILE = "adapter_model.safetensors"
+SWEEP_FILE = "sweep.json"
+"""File in the output folder of a job's sweep with the job's id. That of a run is in its options."""
+LEASE_S = 180.0
+"""Seconds for which a job waits for its folder. If its node was lost, a server of NFS keeps the lock for some 90 s."""
 _WRITTEN = ("adapter_config.json", ADAPTER_FILE, LOG_FILE, OPTIONS_FILE, FORMAT_FILE, "README.md")
 """Files that a run writes into its folder, beside checkpoints."""
 _LOCK = ".lock"
@@ -30,9 +34,12 @@ _MOVING = ".moving"
 
 
 @contextlib.contextmanager
-def owned(folder: Path) -> Iterator[None]:
+def owned(folder: Path, job: str | None = None) -> Iterator[None]:
     """Make a folder if it is missing, and keep other runs out of it. New folders into which nothing was written are
     deleted in the end.
+
+    Args:
+        job: id of the job that the command belongs to, if it does.
 
     Raises:
         UsageError: it cannot be written to, or another run has it.
@@ -41,7 +48,7 @@ def owned(folder: Path) -> Iterator[None]:
     writable(folder, folder=True)
     lock = FileLock(folder / _LOCK)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=0 if job is None else LEASE_S)
     except Timeout as error:
         raise UsageError(f"--output {folder}: another run writes to it; choose another folder") from error
     except OSError as error:
@@ -147,6 +154,16 @@ def _settle(folder: Path) -> bool:
             one.rename(folder / one.name)
         moving.rmdir()
         return True
+    return False
+
+
+def is_of(folder: Path, job: str | None) -> bool:
+    """Return whether the run, or the sweep, that has begun in a folder last belongs to this job. The job was lost then,
+    and its command is started again."""
+    for name in (OPTIONS_FILE, SWEEP_FILE):
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            if job is not None and dict(json.loads((folder / name).read_bytes())).get("job") == job:
+                return True
     return False
 
 

@@ -46,19 +46,25 @@ def read_inputs(values: Mapping[str, Any], given: Callable[[str], bool]) -> Inpu
         raise UsageError("--patience needs --validation")
     records, held_out = read_records(values["data"]), _part(validation)
     tests = None if validation is None or held_out is not None else read_records(Path(validation), "--validation")
-    config, option = method_of(
-        lora=values["lora"],
-        ia3=values["ia3"],
-        prefix=values["prefix"],
-        file=values["peft"],
-        lora_given=given("lora"),
-    )
+    config, option = method_in(values, given)
     lost = lost_in_checkpoints(config, resume=values["resume"])
     if lost and (values["resume"] or validation):
         raise UsageError(
             f"{option}: PEFT's checkpoints of this method lack {lost}; leave --resume and --validation out"
         )
     return Inputs(records, tests, held_out, config, option)
+
+
+def method_in(values: Mapping[str, Any], given: Callable[[str], bool]) -> tuple[Any, str]:
+    """Return the PEFT configuration and the option that chose it. Arguments and errors are those of
+    :func:`read_inputs`."""
+    return method_of(
+        lora=values["lora"],
+        ia3=values["ia3"],
+        prefix=values["prefix"],
+        file=values["peft"],
+        lora_given=given("lora"),
+    )
 
 
 def _part(validation: str | None) -> float | None:

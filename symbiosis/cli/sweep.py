@@ -19,7 +19,16 @@ from rich.table import Table
 
 from symbiosis.cli.config import checked, converted, parameters_of
 from symbiosis.cli.data import LOG_FILE
-from symbiosis.cli.folder import ADAPTER_FILE, OPTIONS_FILE, check_json, earlier_in, has_checkpoint, owned
+from symbiosis.cli.folder import (
+    ADAPTER_FILE,
+    OPTIONS_FILE,
+    SWEEP_FILE,
+    check_json,
+    earlier_in,
+    has_checkpoint,
+    is_of,
+    owned,
+)
 from symbiosis.cli.inputs import read_inputs
 from symbiosis.errors import UsageError
 from symbiosis.terminal import child
@@ -29,7 +38,7 @@ from symbiosis.terminal.signals import heeded
 
 RESULTS_FILE = "results.json"
 """File in the folder of each run with its losses and results."""
-_OWN = {"address", "sweep", "output", "json", "resume", "overwrite"}
+_OWN = {"address", "sweep", "output", "json", "resume", "overwrite", "job"}
 """Parameters of the command that a run of the file cannot change."""
 _READ = {"data", "peft", "validation", "key"}
 """Parameters that name files which a run reads."""
@@ -58,19 +67,23 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
         if told is not None and told.resolve() in [one.resolve() for one in own]:
             raise UsageError(f"--json {told}: run {name} writes this file itself; choose another one")
         check_json(told, (Path(changes[one]) for one in _READ & changes.keys()), output / name, replace=True)
-    resume = context.params["resume"]
+    resume, job = context.params["resume"], context.params["job"]
     signals: list[int] = []
-    with owned(output), heeded(signals.append):
+    with owned(output, job), heeded(signals.append):
         writable(told)
+        again = not resume and is_of(output, job)  # its runs go on or begin, and what they may replace was checked
         for name in runs:
-            if not (resume and _has_begun(output / name)):
+            if not again and not (resume and _has_begun(output / name)):
                 # With --resume, the log goes on, and results without a run are of one that failed in its first step.
                 others = [] if resume else [output / name / RESULTS_FILE, output / f"{name}.log"]
                 earlier_in(output / name, context.params["overwrite"], *others)
+        if job is not None:
+            write_json(output / SWEEP_FILE, {"job": job})
         before = {name: _written(output / name / RESULTS_FILE) for name in runs}
-        logged = {name: _size(output / f"{name}.log") if resume else 0 for name in runs}
-        commands = {name: _command(context, changes, output / name) for name, changes in runs.items()}
-        codes = _run(commands, output, signals, "ab" if resume else "wb")
+        logs_go_on = resume or again
+        logged = {name: _size(output / f"{name}.log") if logs_go_on else 0 for name in runs}
+        commands = {name: _command(context, changes, output / name, again) for name, changes in runs.items()}
+        codes = _run(commands, output, signals, "ab" if logs_go_on else "wb")
         written = [name for name in runs if _written(output / name / RESULTS_FILE) != before[name]]
         results = {name: _results(output / name) for name in written}
         lost = False
@@ -140,7 +153,7 @@ def _read(context: typer.Context, file: Path) -> dict[str, dict[str, Any]]:
     return runs
 
 
-def _command(context: typer.Context, changes: dict[str, Any], folder: Path) -> list[str]:
+def _command(context: typer.Context, changes: dict[str, Any], folder: Path, again: bool) -> list[str]:
     values = {
         name: value
         for name, value in context.params.items()
@@ -148,8 +161,9 @@ def _command(context: typer.Context, changes: dict[str, Any], folder: Path) -> l
     }
     values |= {**changes, "output": folder, "json": folder / RESULTS_FILE}
     ended = (folder / ADAPTER_FILE).exists()
-    if values.get("resume") and not ended and not has_checkpoint(folder):
-        # This run is new, or ended before it had a whole checkpoint. The sweep has checked what it may replace.
+    if again or (values.get("resume") and not ended and not has_checkpoint(folder)):
+        # This run is new, or ended before it had a whole checkpoint. The sweep has checked what it may replace. The
+        # run of a job that was lost finds out by itself whether it resumes.
         values |= {"resume": False, "overwrite": True}
     command = [str(context.info_name)]
     for parameter in context.command.params:

@@ -1,8 +1,9 @@
 """Fine-tuning as a job of Ray that goes on at another node.
 
 The job's driver runs beside Ray's head (``python -m symbiosis.cluster.jobs``). It starts an actor, which runs
-``symbiosis finetune``. When the actor, its run or its node is lost, Ray starts the actor again, and it resumes from the
-run's last checkpoint. So the folder of ``--output`` has to be on a file system that all nodes share.
+``symbiosis finetune``. When the actor, its run or its node is lost, Ray starts the actor again. The same command then
+finds its own run by the id of the job (``--job``), and resumes it or begins it again. So the folder of ``--output`` has
+to be on a file system that all nodes share.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ray
 
-from symbiosis.cluster.plan import with_resume
 from symbiosis.core.registry import make_transport
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal import child
@@ -34,27 +33,14 @@ LOOK_EVERY_S = 0.5
 class FineTuning:
     """One run of ``symbiosis finetune``."""
 
-    def run(self, job: dict[str, Any], earlier: dict[str, int]) -> tuple[int, str]:
-        """Return the exit status and the last lines of the run. ``earlier`` is what :func:`begun` returned at first."""
-        arguments, folder = job["arguments"], job["folder"]
+    def run(self, job: dict[str, Any]) -> tuple[int, str]:
+        """Return the exit status and the last lines of the run."""
         if ray.get_runtime_context().was_current_actor_reconstructed:
-            states = Path(folder, job["output"]).glob("checkpoint-*/trainer_state.json")
-            complete = any(state.parent.name.partition("-")[2].isdecimal() for state in states)
-            # A sweep resumes those of its runs that have a checkpoint.
-            arguments = with_resume(arguments, earlier, begun(job), job["sweep"] or complete)
             await_executors(job["address"], job["options"], max(job["retry"], AWAIT_S))
-        status, last = child.follow(child.start(["finetune", *arguments], cwd=folder))
+        status, last = child.follow(child.start(["finetune", *job["arguments"]], cwd=job["folder"]))
         if status < 0:  # a signal ended it
             os._exit(1)  # Ray starts the actor again
         return status, last
-
-
-def begun(job: dict[str, Any]) -> dict[str, int]:
-    """Return the files that a run, or a sweep, writes when it begins, and when those in the output folder were written,
-    in nanoseconds."""
-    files = ("*.log", "*/finetune.json") if job["sweep"] else ("finetune.json",)
-    output = Path(job["folder"], job["output"])
-    return {str(file): file.stat().st_mtime_ns for name in files for file in output.glob(name)}
 
 
 def await_executors(address: str, options: dict[str, Any], within_s: float) -> None:
@@ -71,13 +57,13 @@ def await_executors(address: str, options: dict[str, Any], within_s: float) -> N
 
 def main() -> None:
     """Run the fine-tuning that the first argument describes, as JSON: ``arguments`` of the command, the ``folder`` in
-    which it runs, its ``output`` folder, whether it is a ``sweep``, the ``address`` of its executors with the
-    transport's ``options`` and the seconds of ``retry``, and what Ray reserves for it."""
+    which it runs, the ``address`` of its executors with the transport's ``options`` and the seconds of ``retry``, and
+    what Ray reserves for it."""
     job: dict[str, Any] = json.loads(sys.argv[1])
     ray.init("auto", log_to_driver=False, logging_level="ERROR")
     options = {"num_cpus": job["num_cpus"], "num_gpus": job["num_gpus"]}
     actor: Any = ray.remote(FineTuning).options(**options, max_restarts=RESTARTS, max_task_retries=RESTARTS).remote()
-    status, last = ray.get(actor.run.remote(job, begun(job)))
+    status, last = ray.get(actor.run.remote(job))
     sys.stdout.write(f"{last}\n")
     sys.exit(status)
 

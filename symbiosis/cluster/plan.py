@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -107,22 +107,3 @@ def reason(output: str, status: int) -> str:
     lines = output.splitlines()
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return child.reason(status, (errors or lines or [""])[-1])
-
-
-def with_resume(
-    arguments: Sequence[str], earlier: Mapping[str, int], found: Mapping[str, int], resumes: bool
-) -> list[str]:
-    """Return the arguments of ``symbiosis finetune`` for a command that was lost. Its own runs are resumed, or begin
-    again where there is nothing to resume. Earlier runs are not resumed in their place, and are replaced only if the
-    arguments say so.
-
-    Args:
-        earlier: files that a run writes when it begins, and when they were written, before the command was started.
-        found: the same, after it was lost.
-        resumes: whether there is something to resume, if the command has begun.
-    """
-    begun = any(earlier.get(file) != written for file, written in found.items())
-    kept = any(found.get(file) in (None, written) for file, written in earlier.items())
-    if "--resume" in arguments or not begun or ("--overwrite" in arguments and kept):
-        return list(arguments)
-    return [*(each for each in arguments if each != "--overwrite"), "--resume" if resumes else "--overwrite"]

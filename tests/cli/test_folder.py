@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 
 from symbiosis.cli.folder import checkpoint_in, owned
+from symbiosis.errors import UsageError
 from tests.cli.runs import log_of, options
 from tests.helpers import command
 from tests.service import Service
@@ -263,6 +267,47 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(
     assert len([entry for entry in log_of(made) if "loss" in entry]) == 5
 
 
+ADALORA = '{"peft_type": "ADALORA", "total_step": 9, "tinit": 1, "tfinal": 1}'
+
+
+@pytest.mark.parametrize(("lost", "resumes"), [("lora", True), ("adalora", False), ("no whole checkpoint", False)])
+def test_the_lost_run_of_a_job_goes_on_or_begins_again(
+    service: Service, data: Path, tmp_path: Path, lost: str, resumes: bool
+) -> None:
+    """The command is the same one. Without the job's id, it is refused because of its own run."""
+    made, peft, told = tmp_path / "a", tmp_path / "peft.json", tmp_path / "a.json"
+    peft.write_text(ADALORA, encoding="utf-8")
+    method = ["--peft", peft] if lost == "adalora" else []
+    given = options(service, data, made, "--steps", 3, "--every", 2, "--json", told, *method)
+    assert command(*given, "--job", "one").exit_code == 0
+    (made / "checkpoint-2" / "mark").touch()
+    for job in ([], ["--job", "another"]):
+        done = command(*given, *job)
+        assert done.exit_code == 1
+        assert "the file exists" in " ".join(done.stderr.split())
+    shutil.rmtree(made / "checkpoint-3")
+    if lost == "no whole checkpoint":
+        (made / "checkpoint-2" / "rng_state.pth").unlink()
+    done = command(*given, "--job", "one")
+    assert done.exit_code == 0, done.stderr
+    assert [entry["step"] for entry in log_of(made) if "loss" in entry] == [1, 2, 3]
+    assert (made / "checkpoint-2" / "mark").exists() == resumes
+
+
+def test_a_job_waits_for_the_lock_of_its_lost_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of NFS keeps the lock of a host that is lost until its lease ends."""
+    monkeypatch.setattr("symbiosis.cli.folder.LEASE_S", 20.0)
+    lock = FileLock(tmp_path / ".lock", thread_local=False)
+    lock.acquire()
+    ends = threading.Timer(0.2, lock.release)
+    ends.start()
+    with pytest.raises(UsageError, match="another run writes to it"), owned(tmp_path):
+        pass
+    with owned(tmp_path, "job"):
+        assert not lock.is_locked
+    ends.join()
+
+
 def test_a_checkpoint_that_may_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a run of another user would be continued from an earlier checkpoint."""
     checkpoint = tmp_path / "checkpoint-1"
@@ -301,8 +346,6 @@ def test_an_earlier_run_is_there_again_if_the_new_one_cannot_train(
 
 
 def test_two_runs_do_not_share_a_folder(service: Service, data: Path, tmp_path: Path) -> None:
-    from filelock import FileLock
-
     (tmp_path / "a").mkdir()
     with FileLock(tmp_path / "a" / ".lock"):
         done = command(*options(service, data, tmp_path / "a", "--steps", 1))

@@ -66,6 +66,30 @@ def test_a_run_that_failed_in_its_first_step_does_not_block_a_resume(
     assert json.loads(results.read_text(encoding="utf-8"))["steps"] == 1
 
 
+def test_the_lost_sweep_of_a_job_goes_on(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that had begun finds by itself how it goes on, also one whose method has no checkpoints to resume from. An
+    earlier run is still refused before the sweep has begun."""
+    file, output, peft = tmp_path / "sweep.toml", tmp_path / "out", tmp_path / "peft.json"
+    peft.write_text('{"peft_type": "ADALORA", "total_step": 9}', encoding="utf-8")
+    file.write_text(f"[begun]\npeft = '{peft}'\n[new]\nseed = 1\n", encoding="utf-8")
+    given = ["finetune", "shm:///nowhere", "--data", str(data), "--output", str(output), "--sweep", str(file)]
+    commands: list[list[str]] = []
+    monkeypatch.setattr("symbiosis.terminal.child.command", lambda given: [commands.append(given), "false"][1:])
+    output.mkdir()
+    (output / "new.log").write_text("of an earlier run\n", encoding="utf-8")
+    assert "would replace new.log" in " ".join(command(*given, "--job", "one").stderr.split())
+    assert not commands
+    (output / "new.log").unlink()
+    for overwrites in (False, True):  # as the runs that had begun find themselves, it holds for those that had not
+        done = command(*given, "--job", "one")
+        assert "2 of 2 runs ended early" in done.stderr, done.stderr
+        assert [ran[ran.index("--job") + 1] for ran in commands] == ["one", "one"]
+        assert ["--overwrite" in ran for ran in commands] == [overwrites, overwrites]
+        assert not any("--resume" in ran for ran in commands)
+        commands.clear()
+    assert "would replace begun.log" in " ".join(command(*given, "--job", "two").stderr.split())
+
+
 def runs_as(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a shell script take the place of each run of a sweep."""
     monkeypatch.setattr("symbiosis.terminal.child.command", lambda arguments: ["sh", "-c", script])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from symbiosis.cluster.plan import NODE_ID, ExecutorId, Model, addresses, changes, reason, selectors, with_resume
+from symbiosis.cluster.plan import NODE_ID, ExecutorId, Model, addresses, changes, reason, selectors
 from tests.helpers import command as run_command
 
 MODEL = Model("llama", ("m",), parts=("0", "1"), nodes={"pool": "a"})
@@ -73,22 +73,6 @@ def test_the_reason_is_the_error() -> None:
 def test_the_reason_may_be_a_signal() -> None:
     assert reason("", -9).startswith("ended by signal 9 (Killed")
     assert re.fullmatch(r"ended by signal 9 \(Killed.*\), after: serving llama", reason("serving llama", -9))
-
-
-def test_a_lost_run_resumes_or_begins_again() -> None:
-    now, old = {"finetune.json": 2}, {"finetune.json": 1}
-    for given in (["a", "--every", "5"], ["a", "--overwrite", "--every", "5"]):
-        assert with_resume(given, {}, now, True) == ["a", "--every", "5", "--resume"]
-        assert with_resume(given, {}, now, False) == ["a", "--every", "5", "--overwrite"]
-        assert with_resume(given, {}, {}, False) == given, "it was lost before it began"
-        assert with_resume(given, old, old, True) == given, "what is there is an earlier run's"
-    assert with_resume(["a", "--resume"], old, now, False) == ["a", "--resume"]
-    assert with_resume(["a", "--overwrite"], old, now, True) == ["a", "--resume"], "the earlier run was replaced"
-    one, both = {"small": 2, "large": 1}, {"small": 2, "large": 2}
-    assert with_resume(["a", "--overwrite"], {"small": 1, "large": 1}, one, True) == ["a", "--overwrite"]
-    assert with_resume(["a", "--overwrite"], {"small": 1, "large": 1}, {"small": 2}, True) == ["a", "--overwrite"]
-    assert with_resume(["a", "--overwrite"], {"small": 1, "large": 1}, both, True) == ["a", "--resume"]
-    assert with_resume(["a"], {"another": 1}, {"another": 1, "small": 2}, True) == ["a", "--resume"]
 
 
 @pytest.mark.parametrize("command", [("status",), ("drain", "n1"), ("scale", "llama", "2"), ("down",)])
