@@ -53,11 +53,13 @@ def test_a_client_of_a_user_without_a_name_has_one(monkeypatch: pytest.MonkeyPat
     assert new_name().startswith(f"uid{os.getuid()}-{os.getpid()}-")
 
 
-async def test_without_an_adapter_the_output_is_that_of_the_base_model(executor: symbiosis.Executor, base: Any) -> None:
-    async with executor.client() as client:
+async def test_without_an_adapter_the_output_is_that_of_the_base_model(base: Any) -> None:
+    expected = copy.deepcopy(base)(input_ids=IDS).logits
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
         assert not isinstance(client.model, peft.PeftModel)
         assert isinstance(client.model, type(base))
         assert not any(parameter.requires_grad for parameter in client.model.parameters())
+        assert torch.equal((await client.forward(input_ids=IDS)).logits, expected)
 
 
 async def test_modes(executor: symbiosis.Executor) -> None:
@@ -167,22 +169,32 @@ async def test_backward_takes_its_options(executor: symbiosis.Executor) -> None:
         output = await client.forward(**BATCH)
         await client.backward(output.loss, retain_graph=True)
         first = {name: p.grad.clone() for name, p in client.model.named_parameters() if p.grad is not None}
+        assert first
         await client.backward(output.loss)
         for name, p in client.model.named_parameters():
             if p.grad is not None:
                 torch.testing.assert_close(p.grad, 2 * first[name])
 
 
-async def test_gradient_accumulation_and_custom_loss(executor: symbiosis.Executor) -> None:
-    """The tenant's own loss is computed from two forward passes."""
-    async with executor.client(lora()) as client:
+async def test_gradient_accumulation_and_custom_loss(executor: symbiosis.Executor, base: Any) -> None:
+    """The tenant's own loss is computed from two forward passes. Two backward passes give the sum of their gradients,
+    as in plain PEFT."""
 
-        def loss() -> torch.Tensor:
-            a, b = (client.model(input_ids=ids).logits for ids in (IDS[:1], IDS[1:]))
-            return a.logsumexp(-1).mean() + b.pow(2).mean()  # type: ignore[no-any-return]
+    def loss(model: Any) -> torch.Tensor:
+        a, b = (model(input_ids=ids).logits for ids in (IDS[:1], IDS[1:]))
+        return a.logsumexp(-1).mean() + b.pow(2).mean()  # type: ignore[no-any-return]
 
-        await client.backward(await client.run(loss))
-        assert all(p.grad is not None for p in client.model.parameters() if p.requires_grad)
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(copy.deepcopy(base), lora()).eval()
+    async with executor.client(lora(), seed=0) as client:
+        for _ in range(2):
+            await client.backward(await client.run(loss, client.model))
+            loss(plain).backward()
+        expected = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
+        for name, p in client.model.named_parameters():
+            if p.requires_grad:
+                torch.testing.assert_close(p.grad, expected.pop(name))
+    assert not expected
 
 
 async def test_run_passes_arguments_results_and_errors(executor: symbiosis.Executor) -> None:

@@ -28,6 +28,7 @@ from tests.client.joint.common import (
     expected_of,
     generate,
     model_of,
+    plain,
     some_clients,
     text,
 )
@@ -435,10 +436,14 @@ async def test_numbers_that_are_not_finite_stay_in_their_text(device: str, walks
         before = weight.detach().clone()
         with torch.no_grad():
             weight.fill_(float("nan"))
-        await asyncio.gather(*(generate(client, 12, 16) for client in clients))
+        captured_before = walks.captured
+        damaged, beside = await asyncio.gather(*(generate(client, 12, 16) for client in clients))
+        assert walks.captured > captured_before
         with torch.no_grad():
             weight.copy_(before)
         outs = await asyncio.gather(*map(generate, clients))
+    assert torch.stack(damaged.logits).isnan().all()
+    assert_equal(beside, expected_of(plain_base, 1, 12, 16), tolerance(device))
     for number, out in enumerate(outs):
         assert_equal(out, expected_of(plain_base, number), tolerance(device))
 
@@ -466,12 +471,18 @@ async def test_masks_and_prompts_that_a_captured_walk_cannot_take(device: str, w
     plain_base = copy.deepcopy(base)
     async with some_clients(2, base) as (_, clients):
         await asyncio.gather(*map(generate, clients))
-        options = {"attention_mask": torch.ones(1, 20, device=device)}
-        await asyncio.gather(
+        options = {"attention_mask": torch.ones(1, 4, device=device)}
+        (cache, _), short = await asyncio.gather(
             clients[0].run(_write, clients[0].model, text(6).to(device), **options), generate(clients[1], 1, 14)
         )
         outs = await asyncio.gather(*map(generate, clients))
     assert walks.refusals == {None}
+    expected, _ = _write(plain(plain_base, lora(), 0), text(6).to(device), **options)
+    for layer, right in zip(cache.layers, expected.layers, strict=True):
+        torch.testing.assert_close(
+            layer.keys, right.keys, rtol=0, atol=tolerance(device) * float(right.keys.abs().max())
+        )
+    assert_equal(short, expected_of(plain_base, 1, 1, 14), tolerance(device))
     for number, out in enumerate(outs):
         assert_equal(out, expected_of(plain_base, number), tolerance(device))
 

@@ -17,7 +17,6 @@ from symbiosis import Client, Executor
 from symbiosis.client.joint.attention import JointError
 from symbiosis.client.joint.decoder import JointDecoder
 from symbiosis.core.registry import make_transport
-from symbiosis.core.terms import JOINT
 from symbiosis.errors import BusyError, ExecutorClosedError
 from tests.client.joint.common import assert_equal, expected_of, generate, model_of, texts
 from tests.helpers import lora, until
@@ -194,4 +193,5 @@ async def test_a_model_that_cannot_be_walked_jointly_costs_no_connection(
             names = {client.name for client in clients}
             walks = served.walks() if owner is served else executor.statistics().clients
             assert all("it is a test" in str(walks[name]) for name in names), walks
-            await until(lambda: not any(JOINT in name for name in executor.service.clients))
+            await until(lambda: not executor.service.walks_jointly)
+            await until(lambda: not any(name.endswith("-joint") for name in executor.service.clients))
