@@ -540,10 +540,19 @@ def test_what_is_too_long_is_cut_and_counted() -> None:
 def test_records_without_a_loss_are_skipped_and_counted() -> None:
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = (
-        "{% for one in messages %}{% if one.role != 'assistant' %}{{ one.content }}{% endif %}{% endfor %}"
+        "{% for one in messages %}{% if one.role != 'assistant' or one.content == 'shown' %}{{ one.content }}"
+        "{% endif %}{% endfor %}"
     )
+    hidden, shown = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": answer}]}
+        for answer in ("hidden", "shown")
+    ]
+    data = tokenize([hidden, shown], tokenizer, 20, "chat")
+    assert data.skipped == 1
+    assert data.records == [2]
+    assert [*map(texts, data.examples)] == [("hishown", "shown")]
     with pytest.raises(UsageError, match="nothing is left to train on with --sequence 20"):
-        tokenize([{"messages": CHAT}], tokenizer, 20, "chat")
+        tokenize([hidden], tokenizer, 20, "chat")
 
 
 @pytest.mark.parametrize(
