@@ -270,7 +270,10 @@ async def test_executor_on_the_gpu_killed_during_a_job(checkpoint: Path, tmp_pat
     with Service(checkpoint, f"shm://{tmp_path}/s.sock", "--device", "cuda", fresh=True) as service:
         async with symbiosis.connect(service.address, retry=60.0) as remote, remote.client(lora(), seed=0) as client:
             job = asyncio.create_task(run_job(client, Job(steps=20)))
-            await asyncio.sleep(0.5)
+            async with asyncio.timeout(60):
+                while (await remote.status())["requests"] < 100:  # noqa: ASYNC110 (the count sends no event)
+                    await asyncio.sleep(0.01)
+            assert not job.done()
             await asyncio.to_thread(service.kill)
             await asyncio.to_thread(service.start)
             comparison = Comparison.of(await asyncio.wait_for(job, 90), expected)
