@@ -342,13 +342,6 @@ def test_a_defect_shows_its_traceback(runner: CliRunner) -> None:
     assert isinstance(result.exception, ZeroDivisionError)
 
 
-def test_unknown_policy_shows_before_any_work(runner: CliRunner) -> None:
-    result = runner.invoke(app, ["demo", "--policy", "oportunistic"])
-    assert result.exit_code == 1
-    assert "unknown policy 'oportunistic'" in result.stderr
-    assert "opportunistic" in result.stderr
-
-
 @pytest.mark.parametrize("arguments", [["demo", "--seed", "-1"], ["serve", "x", "--retry"], ["dmo"]])
 def test_wrong_arguments(runner: CliRunner, arguments: list[str]) -> None:
     assert runner.invoke(app, arguments).exit_code == 2

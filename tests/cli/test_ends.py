@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 from symbiosis.cli import finetune, training
 from symbiosis.cli.folder import checkpoints, damage_of
 from symbiosis.errors import ConnectionLostError
-from symbiosis.terminal.console import write_json
 from tests.cli.chat_model import save_chat_model
 from tests.helpers import command
 from tests.service import Service
@@ -85,14 +84,6 @@ def test_a_run_that_ends_in_any_error_is_not_told_as_whole(error: BaseException,
     assert found["error"] == (str(error) or "KeyboardInterrupt")
     assert found["losses"] == [1.0, None]
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
-
-
-def test_results_go_through_a_link(tmp_path: Path) -> None:
-    """Such as /dev/stdout, which must not be replaced."""
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    write_json(tmp_path / "link", {"a": 1})
-    assert (tmp_path / "link").is_symlink()
-    assert json.loads((tmp_path / "target").read_text()) == {"a": 1}
 
 
 @pytest.mark.parametrize(

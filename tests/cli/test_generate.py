@@ -143,14 +143,6 @@ def test_settings_of_the_model_apply_except_those_of_sampling(
     assert greedy != text()
 
 
-def test_texts_go_to_standard_output_as_json_lines(service: Service) -> None:
-    done = command("generate", service.address, "--prompt", "thing", "--max-new-tokens", "2", "--output", "-")
-    assert done.exit_code == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    assert json.loads(line)["prompt"] == "thing"
-    assert not Path("-").exists()
-
-
 def test_empty_lines_of_prompts_are_told(service: Service, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("thing\n\nthing\n", encoding="utf-8")
@@ -174,6 +166,7 @@ def test_prompts_from_standard_input(service: Service) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["thing", "other"]
+    assert not Path("-").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/full")

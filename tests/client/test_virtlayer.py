@@ -310,14 +310,6 @@ class TestAutograd:
         assert x.grad is not None
         assert x.grad.shape == (0, 32)
 
-    async def test_backward_twice(self, client: Any) -> None:
-        x = torch.randn(2, 32, requires_grad=True)
-        y = (await client.run(client.model.lm_head, x)).sum()
-        await client.backward(y, retain_graph=True)
-        first = x.grad.clone()
-        await client.backward(y)
-        torch.testing.assert_close(x.grad, 2 * first)
-
     @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
     async def test_double_backward_is_refused(self, client: Any) -> None:
         """Second-order gradients would need another service: they raise an error and never give a wrong number."""

@@ -11,7 +11,6 @@ import pytest
 
 from symbiosis.core import registry
 from symbiosis.core.registry import POLICIES, TRANSPORTS, make_policy, make_transport, names
-from symbiosis.core.transport import Transport
 from symbiosis.errors import UnknownNameError, UsageError
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, RateLimit
 from symbiosis.policies.opportunistic import WAIT_MS
@@ -46,12 +45,6 @@ def test_several_numbers_for_one_client() -> None:
     policy = make_policy("co-serving:clients.alice/chat=50/900,clients.bob=1e2/2.5")
     assert isinstance(policy, CoServing)
     assert policy.clients == {"alice/chat": (50.0, 900.0), "bob": (100.0, 2.5)}
-
-
-def test_waits_by_kind_keep_the_others() -> None:
-    policy = make_policy("opportunistic:wait_ms.decode=1")
-    assert isinstance(policy, Opportunistic)
-    assert policy.wait_ms == {"decode": 1, "prefill": 2, "finetune": 2}
 
 
 def test_a_policy_around_another() -> None:
@@ -115,10 +108,7 @@ def test_bad_policies(spec: Any, error: type[Exception], complaint: str) -> None
 
 
 def test_transports() -> None:
-    transport = make_transport("inproc://somewhere")
-    assert isinstance(transport, InProcTransport)
-    protocol: type[Transport] = Transport
-    assert {"listen", "connect"} <= set(dir(protocol))
+    assert isinstance(make_transport("inproc://somewhere"), InProcTransport)
 
 
 @pytest.mark.parametrize(

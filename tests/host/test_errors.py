@@ -107,31 +107,6 @@ async def test_client_used_before_open(client: symbiosis.Client, base: Any) -> N
                 await call()
 
 
-async def test_wrong_dtype(client: symbiosis.Client) -> None:
-    embeddings = torch.randn(1, 4, 32, dtype=torch.float64)
-    with pytest.raises(RequestError, match=r"q_proj: input is torch\.float64.*served in torch\.float32.*autocast"):
-        await client.forward(inputs_embeds=embeddings)
-
-
-async def test_wrong_width(client: symbiosis.Client) -> None:
-    with pytest.raises((RequestError, RuntimeError), match="32"):
-        await client.forward(inputs_embeds=torch.randn(1, 4, 31))
-
-
-async def test_a_model_that_was_converted_in_part(client: symbiosis.Client) -> None:
-    """client.model.bfloat16() converts the client's share. The executor still serves fp32, and the error says so."""
-    client.model.to(torch.bfloat16)
-    with pytest.raises(RequestError, match=r"torch\.bfloat16, but the base model is served in torch\.float32"):
-        await client.forward(input_ids=IDS)
-    client.model.to(torch.float32)
-
-
-async def test_saving_the_whole_model(client: symbiosis.Client, tmp_path: Any) -> None:
-    with pytest.raises(PlaceholderError, match=r"placeholders.*client\.save_adapter"):
-        client.model.get_base_model().save_pretrained(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("value", ["pissa", "olora"])
 async def test_initialisations_that_factor_weights(client: symbiosis.Client, base: Any, value: str) -> None:
     async with symbiosis.Executor(base) as executor:
@@ -156,6 +131,6 @@ async def test_unknown_kinds(base: Any, kind: Any) -> None:
 
 async def test_messages_contain_no_rows(client: symbiosis.Client) -> None:
     """A message may reach a log that other people read: it has shapes and dtypes, and never values."""
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError, match=r"q_proj: .*autocast") as caught:
         await client.forward(inputs_embeds=torch.full((1, 4, 32), 0.123456, dtype=torch.float64))
     assert "0.12" not in str(caught.value)

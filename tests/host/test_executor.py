@@ -262,27 +262,6 @@ async def test_two_executors_in_one_process() -> None:
         assert torch.equal(output.logits, expected)
 
 
-async def test_the_loop_runs_other_tasks(base: Any) -> None:
-    """While a client computes without a pause, timers and other tasks of the loop run."""
-    async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
-        turns = 0
-
-        async def others() -> None:
-            nonlocal turns
-            while True:
-                await asyncio.sleep(0)
-                turns += 1
-
-        task = asyncio.create_task(others())
-        for _ in range(3):
-            await client.train_step(BATCH, adamw(client.model))
-            await client.generate(input_ids=IDS, max_new_tokens=10, min_new_tokens=10)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert turns > 20
-
-
 async def test_the_model_is_frozen_and_unchanged(base: Any) -> None:
     before = {name: value.clone() for name, value in base.state_dict().items()}
     async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:

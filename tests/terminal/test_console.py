@@ -108,6 +108,10 @@ def test_what_a_link_names_stays_if_it_cannot_be_replaced(tmp_path: Path) -> Non
     write_text(link, "after")
     assert link.is_symlink()
     assert target.read_text() == "after"
+    target.unlink()
+    write_text(link, "again")
+    assert link.is_symlink()
+    assert target.read_text() == "again"
 
 
 def test_results_go_to_a_pipe_that_is_open() -> None:

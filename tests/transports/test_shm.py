@@ -244,20 +244,6 @@ async def test_status_and_tokenizer(base: Any, address: str) -> None:
                 remote.tokenizer()
 
 
-async def test_a_closed_model_raises_an_error(base: Any, address: str) -> None:
-    async with symbiosis.Executor(base) as executor:
-        await executor.listen(address)
-
-        def tenant() -> Any:
-            with symbiosis.open_model(address) as model:
-                pass
-            return model
-
-        model = await in_thread(tenant)
-        with pytest.raises(ClientClosedError, match="closed"):
-            model(input_ids=IDS)
-
-
 async def test_a_forked_child_gets_an_error_that_the_model_is_its_parents(base: Any, address: str) -> None:
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)

@@ -306,7 +306,7 @@ async def test_a_closed_model_and_a_forked_child(base: Any) -> None:
                 with os.fdopen(reading) as pipe:
                     told = pipe.read()
                 model(input_ids=IDS)  # the parent's model can still be used
-            with pytest.raises(ClientClosedError):
+            with pytest.raises(ClientClosedError, match="closed"):
                 model(input_ids=IDS)
             return told
 

@@ -155,15 +155,6 @@ async def test_a_peer_that_speaks_another_protocol_is_disconnected(base: Any, ca
         await until(lambda: not listener.lines)  # type: ignore[attr-defined]
 
 
-async def test_a_connection_without_hello_is_closed(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.transports.stream_line.HELLO_WITHIN_S", 0.1)
-    async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
-        with raw(listener.address):
-            await until(lambda: listener.lines)  # type: ignore[attr-defined]
-            await until(lambda: not listener.lines)  # type: ignore[attr-defined]
-
-
 @asynccontextmanager
 async def two_tenants(base: Any, keys: Path, hers: str = "job") -> AsyncIterator[tuple[Any, Any, Any, Any, Any]]:
     """An executor, its address, bob's connection, and a client each of alice and bob."""
