@@ -7,6 +7,8 @@ import contextlib
 import copy
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +27,7 @@ from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.core.scheduler import WaitUntil
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.executor.packing import pack
+from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
 from symbiosis.testing import Comparison, Job, Outcome, PolicyConformance, World
 
 T = TypeVar("T")
@@ -112,6 +115,18 @@ def run_next(world: World) -> Batch:
     return action
 
 
+def loaded(policy: Policy, decoding: int, tuning: int, seconds: float) -> tuple[list[Done], list[Done]]:
+    """Simulate clients that decode and clients that fine-tune, on a model of 16 layers. Return what each has done."""
+    simulation = Simulation(policy, layers=16, cost=Cost(1e-3, 2e-5).of)
+    texts, jobs = [Done() for _ in range(decoding)], [Done() for _ in range(tuning)]
+    for number, done in enumerate(texts):
+        simulation.add(f"text-{number}", generate(16, 64, 10**6, 5e-3, done, 3e-3 * number), 3e-3 * number)
+    for number, done in enumerate(jobs):
+        simulation.add(f"job-{number}", finetune(16, 512, 20e-3, done))
+    simulation.run(seconds)
+    return texts, jobs
+
+
 def assert_close(outcome: Outcome, expected: Outcome) -> None:
     comparison = Comparison.of(outcome, expected)
     assert comparison.worst("logits") <= LOGITS, comparison
@@ -192,6 +207,12 @@ async def in_thread(fn: Callable[..., T], *args: Any) -> T:
 def command(*arguments: str) -> Result:
     """Run the command ``symbiosis`` in this process, which takes seconds less than in a new process."""
     return CliRunner().invoke(app, arguments)
+
+
+def run_command(*arguments: str, within_s: float = 100, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command ``symbiosis`` in a process of its own, with options of :func:`subprocess.run`."""
+    program = [sys.executable, "-m", "symbiosis", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, timeout=within_s, check=False, **options)
 
 
 async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:

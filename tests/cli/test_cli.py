@@ -27,6 +27,7 @@ from symbiosis.core import registry
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import CommandGroup, write_json
 from symbiosis.transports.keys import load_key
+from tests.helpers import run_command
 from tests.service import save_model
 
 
@@ -60,19 +61,8 @@ def test_help_needs_no_torch() -> None:
     assert "--policy" in result.stdout
 
 
-def run(*command: str, folder: Path, within_s: float = 100) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "symbiosis", *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=within_s,
-        check=False,
-    )
-
-
 def test_keys(tmp_path: Path) -> None:
-    done = run("keys", "new", "alice", folder=tmp_path)
+    done = run_command("keys", "new", "alice", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     secret = tmp_path / "alice.secret"
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
@@ -83,20 +73,20 @@ def test_keys(tmp_path: Path) -> None:
         "server.secret",
     ]
     (tmp_path / "keys" / "eve.public").write_text("junk\n")
-    done = run("keys", "list", folder=tmp_path)
+    done = run_command("keys", "list", cwd=tmp_path)
     assert done.stdout == "alice\n"
     assert "eve.public is ignored: " in done.stderr
-    done = run("keys", "new", "alice", folder=tmp_path)
+    done = run_command("keys", "new", "alice", cwd=tmp_path)
     assert done.returncode == 1
     assert "alice.secret exists" in done.stderr
-    done = run("keys", "new", "carl", "--keys", ".", folder=tmp_path)
+    done = run_command("keys", "new", "carl", "--keys", ".", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert load_key(tmp_path / "carl.secret").context is not None
     assert (tmp_path / "carl.public").exists()
-    done = run("keys", "new", "x" * 300, folder=tmp_path)
+    done = run_command("keys", "new", "x" * 300, cwd=tmp_path)
     assert done.returncode == 1
     assert "a name has up to 64" in done.stderr
-    done = run("keys", "list", "--keys", "nowhere", folder=tmp_path)
+    done = run_command("keys", "list", "--keys", "nowhere", cwd=tmp_path)
     assert done.returncode == 1
     assert "symbiosis keys new" in done.stderr
 
@@ -133,7 +123,7 @@ def test_a_command_that_fails_prints_the_reason(
 
 
 def test_a_process_that_fails_prints_the_reason(tmp_path: Path) -> None:
-    done = run("serve", "nowhere", "--listen", "shm:///tmp/x.sock", folder=tmp_path)
+    done = run_command("serve", "nowhere", "--listen", "shm:///tmp/x.sock", cwd=tmp_path)
     assert done.returncode == 1
     assert "there is no folder nowhere, and " in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr
@@ -141,7 +131,7 @@ def test_a_process_that_fails_prints_the_reason(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_bench_wire(tmp_path: Path) -> None:
-    done = run("bench", "wire", "--rounds", "1", "--json", "wire.json", folder=tmp_path)
+    done = run_command("bench", "wire", "--rounds", "1", "--json", "wire.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "wire.json").read_text())
     assert {"shm_vs_echo", "tcp_1mb_vs_echo", "calls_per_s_shm"} <= set(found["headline"])
@@ -152,7 +142,7 @@ def test_bench_wire(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_bench_loop(tmp_path: Path) -> None:
     command = ["bench", "loop", "--preset", "tiny", "--rounds", "1", "--json", "loop.json"]
-    done = run(*command, folder=tmp_path, within_s=280)
+    done = run_command(*command, cwd=tmp_path, within_s=280)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "loop.json").read_text())
     assert len(found["rows"]) == 4
@@ -182,7 +172,7 @@ def test_plots_of_two_runs_of_one_benchmark(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_bench_schedule(tmp_path: Path) -> None:
     command = ["bench", "schedule", "--rounds", "1", "--clients", "4", "--clients", "40", "--json", "schedule.json"]
-    done = run(*command, folder=tmp_path)
+    done = run_command(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "schedule.json").read_text())
     assert {"us_per_request_40", "growth_4_to_40"} == set(found["headline"])
@@ -195,7 +185,7 @@ def test_bench_schedule(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_bench_memory(tmp_path: Path) -> None:
     command = ["bench", "memory", "--preset", "tiny", "--lengths", "128", "--lengths", "768", "--window", "64"]
-    done = run(*command, "--json", "memory.json", folder=tmp_path, within_s=280)
+    done = run_command(*command, "--json", "memory.json", cwd=tmp_path, within_s=280)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "memory.json").read_text())
     assert [row["tokens"] for row in found["rows"]] == [128, 768]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from symbiosis.cli import generate
 from symbiosis.cli.data import PromptFormat
 from tests.cli.runs import COLOURS, options
-from tests.helpers import command
+from tests.helpers import command, run_command
 from tests.service import Service
 
 
@@ -157,13 +156,7 @@ def test_empty_lines_of_prompts_are_told(service: Service, tmp_path: Path) -> No
 
 def test_prompts_from_standard_input(service: Service) -> None:
     given = "generate", service.address, "--prompts", "-", "--output", "-", "--max-new-tokens", "1"
-    done = subprocess.run(
-        [sys.executable, "-m", "symbiosis", *given],
-        input="thing\nother\n",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_command(*given, input="thing\nother\n")
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["thing", "other"]
     assert not Path("-").exists()

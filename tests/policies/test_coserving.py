@@ -17,7 +17,7 @@ from symbiosis.policies import CoServing, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
 from symbiosis.simulation.simulation import Ask, InWalk, Think
 from symbiosis.testing import World, tiny_model
-from tests.helpers import Conformance, world_of
+from tests.helpers import Conformance, loaded, world_of
 
 LAYERS = 16
 COST = Cost(1e-3, 2e-5)
@@ -44,16 +44,8 @@ class Outcome(NamedTuple):
     steps: int
 
 
-def simulate(policy: Policy, decoding: int, tuning: int, rows: int = 512, seconds: float = 10.0) -> Outcome:
-    simulation = Simulation(policy, layers=LAYERS, cost=COST.of)
-    texts = [Done() for _ in range(decoding)]
-    jobs = [Done() for _ in range(tuning)]
-    for number, done in enumerate(texts):
-        at = 0.003 * number
-        simulation.add(f"text-{number}", generate(LAYERS, 64, 10**6, 5e-3, done, at), at)
-    for number, done in enumerate(jobs):
-        simulation.add(f"job-{number}", finetune(LAYERS, rows, 20e-3, done))
-    simulation.run(seconds)
+def simulate(policy: Policy, decoding: int, tuning: int, seconds: float = 10.0) -> Outcome:
+    texts, jobs = loaded(policy, decoding, tuning, seconds)
     gaps = [gap for done in texts for gap in done.per_token[5:]]  # the policy learns from the first tokens
     return Outcome(quantiles(gaps, n=100)[98] if gaps else 0.0, sum(len(done.steps) for done in jobs))
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from symbiosis import open_model
 from symbiosis.core.registry import make_transport
-from tests.helpers import IDS
+from tests.helpers import IDS, run_command
 from tests.service import Service, save_model
 
 ROOT = Path(__file__).parents[2]
@@ -39,14 +39,7 @@ def search_path(installed: Path) -> str:
 
 
 def symbiosis(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "symbiosis", *arguments],
-        env={**os.environ, "PYTHONPATH": search_path(installed), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run_command(*arguments, env={**os.environ, "PYTHONPATH": search_path(installed), "COLUMNS": "200"})
 
 
 def test_the_policy_is_listed_with_its_options(installed: Path) -> None:

@@ -12,10 +12,7 @@ from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, DynamicTemporalSharing, TemporalSharing
-from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
-from tests.helpers import Conformance, world_of
-
-LAYERS = 16
+from tests.helpers import Conformance, loaded, world_of
 
 
 class TestTemporalConforms(Conformance):
@@ -48,14 +45,7 @@ class TestDynamicDefaultsConform(Conformance):
 
 def simulate(policy: Policy, decoding: int, tuning: int, seconds: float = 30.0) -> tuple[list[float], int, int]:
     """Return the seconds per token, the number of tokens, and the number of steps."""
-    simulation = Simulation(policy, layers=LAYERS, cost=Cost(1e-3, 2e-5).of)
-    texts = [Done() for _ in range(decoding)]
-    jobs = [Done() for _ in range(tuning)]
-    for number, done in enumerate(texts):
-        simulation.add(f"text-{number}", generate(LAYERS, 64, 10**6, 5e-3, done, 3e-3 * number), 3e-3 * number)
-    for number, done in enumerate(jobs):
-        simulation.add(f"job-{number}", finetune(LAYERS, 512, 20e-3, done))
-    simulation.run(seconds)
+    texts, jobs = loaded(policy, decoding, tuning, seconds)
     return (
         [gap for done in texts for gap in done.per_token],
         sum(len(done.tokens) for done in texts),

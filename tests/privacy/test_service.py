@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import copy
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +24,7 @@ from symbiosis.privacy.masks import MaskedRows
 from symbiosis.privacy.secret_shares import Shares
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
 from symbiosis.transports.keys import SERVER, new_key
-from tests.helpers import IDS, command, in_thread, lora, restart, until
+from tests.helpers import IDS, command, in_thread, lora, restart, run_command, until
 from tests.service import Service, free_port, save_model
 
 SCHEMES = ("noise-pool", "local-pads", "secret-shares")
@@ -484,16 +482,6 @@ async def test_pads_in_a_folder_over_clients_and_executors(base: Any, tmp_path: 
 # The command line.
 
 
-def run(*command: str, within_s: float = 100) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "symbiosis", *command],
-        capture_output=True,
-        text=True,
-        timeout=within_s,
-        check=False,
-    )
-
-
 @pytest.mark.thorough
 def test_commands(tmp_path: Path) -> None:
     checkpoint = save_model(tmp_path / "model")
@@ -528,7 +516,7 @@ def test_commands(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_bench(tmp_path: Path) -> None:
     file = tmp_path / "privacy.json"
-    done = run("bench", "privacy", "--preset", "tiny", "--rounds", "1", "--json", str(file), within_s=280)
+    done = run_command("bench", "privacy", "--preset", "tiny", "--rounds", "1", "--json", str(file), within_s=280)
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
     assert [row["scheme"] for row in report["rows"]][:2] == ["none", "noise-pool"]

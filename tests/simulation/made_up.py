@@ -12,8 +12,15 @@ from symbiosis.simulation.outcome import SLO
 PATIENT = SLO(1e6, 1e6)
 
 
-def costs(think: float = 1e-3, start: float = 1e-3, layers: int = 4, local: bool = False, joint: bool = False) -> Costs:
-    keys, cost = forward(layers), Cost(start, 1e-5)
+def costs(
+    think: float = 1e-3,
+    start: float = 1e-3,
+    row: float = 1e-5,
+    layers: int = 4,
+    local: bool = False,
+    joint: bool = False,
+) -> Costs:
+    keys, cost = forward(layers), Cost(start, row)
     return Costs(keys, backward(keys), layers, cost.of, lambda kind, rows: think, 0.0, "made up", local, joint)
 
 

@@ -9,16 +9,15 @@ from itertools import pairwise
 
 import pytest
 
-from symbiosis.core.requests import Key, Pass
 from symbiosis.errors import UnknownNameError, UsageError
 from symbiosis.policies import CoServing, Opportunistic
 from symbiosis.simulation.bound import bound
-from symbiosis.simulation.clients import backward
-from symbiosis.simulation.costs import Costs, roofline
+from symbiosis.simulation.costs import roofline
 from symbiosis.simulation.loads import SHAPES, LoadShape, arrivals, drawn, make_shape
 from symbiosis.simulation.outcome import SLO
 from symbiosis.simulation.replay import ReplayedLoad, replay
 from symbiosis.simulation.trace import Arrival, scaled
+from tests.simulation.made_up import costs
 
 POISSON = LoadShape(10.0, 100, 0.5, 1000, 50, 0.5, 1000)
 
@@ -128,26 +127,13 @@ def test_a_load_from_a_command_line() -> None:
 # -------------------------------------------------------------------------------------------------------------- bounds
 
 
-def costs(layers: int = 4) -> Costs:
-    """Return costs of 1 ms + 0.1 ms per row for each layer, without any other."""
-    walk = [Key((layer,), Pass.FORWARD) for layer in range(layers)]
-    return Costs(
-        walk=walk,
-        back=backward(walk),
-        layers=layers,
-        batch=lambda batch, again: 1e-3 + 1e-4 * batch.rows,
-        think=lambda kind, rows: 1e-4,
-        overhead_s=0.0,
-        local=False,
-        joint=False,
-        last=(),
-        text="",
-    )
+COSTS = costs(think=1e-4, row=1e-4)
+"""Costs of 1 ms + 0.1 ms per row for each layer."""
 
 
 def test_a_load_that_fits_has_no_bound_below_1() -> None:
     load = ReplayedLoad([Arrival(float(at), 100, 5) for at in range(4)], tuning=1, rows=100)
-    found = bound(costs(), load, SLO(100, 1000))
+    found = bound(COSTS, load, SLO(100, 1000))
     assert found.slo_attainment == 1
     # Alone, 100 rows take 11 ms in each of 8 requests. Prompts take 44 ms of each second, tokens hardly anything.
     assert found.finetune_per_s == pytest.approx(100 / 0.088 * 0.95, rel=0.02)
@@ -155,23 +141,23 @@ def test_a_load_that_fits_has_no_bound_below_1() -> None:
 
 def test_prompts_that_cannot_all_be_in_time() -> None:
     """Of five prompts of 0.4 s at once, two end within 1 s."""
-    found = bound(costs(), ReplayedLoad([Arrival(0.0, 1000, 5)] * 5), SLO(100, 1000))
+    found = bound(COSTS, ReplayedLoad([Arrival(0.0, 1000, 5)] * 5), SLO(100, 1000))
     assert found.slo_attainment == pytest.approx(0.4)
 
 
 def test_a_patient_tenants_tokens_take_their_own_pace() -> None:
     """The bound of targets twice as long is that of a factor of 2."""
     patient = [Arrival(0.01 * at, 5, 200, at, slo=2.0) for at in range(150)]
-    found = bound(costs(), ReplayedLoad(patient, tuning=1, rows=64), SLO(20, 50))
+    found = bound(COSTS, ReplayedLoad(patient, tuning=1, rows=64), SLO(20, 50))
     plain = ReplayedLoad([arrival._replace(slo=1.0) for arrival in patient], tuning=1, rows=64)
-    expected = bound(costs(), plain, SLO(40, 100))
+    expected = bound(COSTS, plain, SLO(40, 100))
     assert 0 < expected.slo_attainment < 1
     assert found.slo_attainment == pytest.approx(expected.slo_attainment, abs=0.02)
     assert found.finetune_per_s == pytest.approx(expected.finetune_per_s, rel=0.1)  # other steps
 
 
 def test_if_no_prompt_can_be_in_time_fine_tuning_has_the_executor() -> None:
-    found = bound(costs(), ReplayedLoad([Arrival(0.0, 1000, 5)] * 5, tuning=1, rows=100), SLO(100, 100))
+    found = bound(COSTS, ReplayedLoad([Arrival(0.0, 1000, 5)] * 5, tuning=1, rows=100), SLO(100, 100))
     assert found == (0.0, pytest.approx(100 / 0.088))
 
 
@@ -181,7 +167,7 @@ def test_clients_without_a_pace_take_whole_conversations() -> None:
     assert next(first).conversation == 0
     assert [arrival.conversation for arrival in second] == [1]
     assert [arrival.conversation for arrival in first] == [0, 0, 0]
-    found = replay(Opportunistic, costs(), ReplayedLoad(trace, clients=2, paced=False), SLO(100, 1000))
+    found = replay(Opportunistic, COSTS, ReplayedLoad(trace, clients=2, paced=False), SLO(100, 1000))
     assert found.slo_attainment == 1
 
 
@@ -198,9 +184,9 @@ def test_no_policy_is_above_the_bound(seed: int) -> None:
     shape = replace(drawn(chance), rate=chance.uniform(2, 20), prompt_most=600, answer_most=20)
     load = ReplayedLoad(arrivals(shape, 40, seed), tuning=1, rows=64)
     slo = SLO(40, 400)
-    limit = bound(costs(), load, slo)
+    limit = bound(COSTS, load, slo)
     for policy in (Opportunistic, lambda: CoServing(slo_ms=40, ttft_ms=400)):
-        found = replay(policy, costs(), load, slo)
+        found = replay(policy, COSTS, load, slo)
         assert found.slo_attainment <= limit.slo_attainment + 0.026  # one text: later turns arrive at other times
         assert found.finetune_per_s <= 1.02 * limit.finetune_per_s
 
@@ -208,7 +194,7 @@ def test_no_policy_is_above_the_bound(seed: int) -> None:
 def test_later_turns_follow_their_answers_and_patient_tenants_have_longer_targets() -> None:
     """A text of 4 tokens takes 8.8 ms and three times 4.8 ms; the second turn begins 1 s after it."""
     trace = [Arrival(0.0, 10, 4, 0), Arrival(0.0, 10, 4, 0, pause=1.0), Arrival(5.0, 10, 4, 1, slo=2.0)]
-    found = replay(Opportunistic, costs(), ReplayedLoad(trace), SLO(4.0, 9.0))
+    found = replay(Opportunistic, COSTS, ReplayedLoad(trace), SLO(4.0, 9.0))
     assert found.finished == 3
     assert found.first_mean == pytest.approx(8.4)
     assert found.slo_attainment == pytest.approx(1 / 3)  # a token takes 4.8 ms
