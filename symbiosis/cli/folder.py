@@ -20,10 +20,10 @@ from symbiosis.terminal.console import console, descriptor, writable
 OPTIONS_FILE = "finetune.json"
 """File in the output folder with the options of the run, for ``--resume``."""
 ADAPTER_FILE = "adapter_model.safetensors"
-SWEEP_FILE = "sweep.json"
+JOB_FILE = ".job.json"
 """File in the output folder of a job's sweep with the job's id. That of a run is in its options."""
 LEASE_S = 180.0
-"""Seconds for which a job waits for its folder. If its node was lost, a server of NFS keeps the lock for some 90 s."""
+"""Seconds for which a job waits for its folder. After a node was lost, an NFS 4 server keeps its lock for some 90 s."""
 _WRITTEN = ("adapter_config.json", ADAPTER_FILE, LOG_FILE, OPTIONS_FILE, FORMAT_FILE, "README.md")
 """Files that a run writes into its folder, beside checkpoints."""
 _LOCK = ".lock"
@@ -48,7 +48,14 @@ def owned(folder: Path, job: str | None = None) -> Iterator[None]:
     writable(folder, folder=True)
     lock = FileLock(folder / _LOCK)
     try:
-        lock.acquire(timeout=0 if job is None else LEASE_S)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if job is None:
+                raise
+            text = f"{folder}: waiting for the lock of another run, or of a lost node, for up to {LEASE_S:g} s"
+            console(stderr=True).print(text, markup=False, soft_wrap=True)
+            lock.acquire(timeout=LEASE_S)
     except Timeout as error:
         raise UsageError(f"--output {folder}: another run writes to it; choose another folder") from error
     except OSError as error:
@@ -89,7 +96,7 @@ def check_json(json: Path | None, read: Iterable[Path | None], folder: Path, rep
         raise UsageError(f"--json {json}: the run writes its checkpoints there; choose another file for the results")
     if any(json.resolve() == file.resolve() for file in read if file is not None):
         raise UsageError(f"--json {json}: this file is read; choose another one for the results")
-    if json.resolve() in [(folder / name).resolve() for name in (*_WRITTEN, _LOCK)]:
+    if json.resolve() in [(folder / name).resolve() for name in (*_WRITTEN, _LOCK, JOB_FILE)]:
         raise UsageError(f"--json {json}: the run writes {json.name} itself; choose another file for the results")
     if json.is_file() and descriptor(json) is None and not replace:
         raise UsageError(f"--json {json}: the file exists; choose another one, remove it, or give --overwrite")
@@ -158,9 +165,9 @@ def _settle(folder: Path) -> bool:
 
 
 def is_of(folder: Path, job: str | None) -> bool:
-    """Return whether the run, or the sweep, that has begun in a folder last belongs to this job. The job was lost then,
-    and its command is started again."""
-    for name in (OPTIONS_FILE, SWEEP_FILE):
+    """Return whether the last run, or the last sweep of a job, that has begun in a folder belongs to this job. The job
+    was lost then, and its command is started again."""
+    for name in (OPTIONS_FILE, JOB_FILE):
         with contextlib.suppress(OSError, TypeError, ValueError):
             if job is not None and dict(json.loads((folder / name).read_bytes())).get("job") == job:
                 return True

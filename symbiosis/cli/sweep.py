@@ -21,8 +21,8 @@ from symbiosis.cli.config import checked, converted, parameters_of
 from symbiosis.cli.data import LOG_FILE
 from symbiosis.cli.folder import (
     ADAPTER_FILE,
+    JOB_FILE,
     OPTIONS_FILE,
-    SWEEP_FILE,
     check_json,
     earlier_in,
     has_checkpoint,
@@ -71,20 +71,21 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
     signals: list[int] = []
     with owned(output, job), heeded(signals.append):
         writable(told)
-        again = not resume and is_of(output, job)  # its runs go on or begin, and what they may replace was checked
+        again = not resume and is_of(output, job)
+        logs_go_on = resume or again
         for name in runs:
-            if not again and not (resume and _has_begun(output / name)):
-                # With --resume, the log goes on, and results without a run are of one that failed in its first step.
-                others = [] if resume else [output / name / RESULTS_FILE, output / f"{name}.log"]
+            if not is_of(output / name, job) and not (resume and _has_begun(output / name)):
+                # If the logs go on, results without a run are of one that failed in its first step.
+                others = [] if logs_go_on else [output / name / RESULTS_FILE, output / f"{name}.log"]
                 earlier_in(output / name, context.params["overwrite"], *others)
         if job is not None:
-            write_json(output / SWEEP_FILE, {"job": job})
+            write_json(output / JOB_FILE, {"job": job})
         before = {name: _written(output / name / RESULTS_FILE) for name in runs}
-        logs_go_on = resume or again
+        done = [name for name in runs if again and _is_done(output / name, job)]
         logged = {name: _size(output / f"{name}.log") if logs_go_on else 0 for name in runs}
-        commands = {name: _command(context, changes, output / name, again) for name, changes in runs.items()}
+        commands = {name: _command(context, runs[name], output / name, again) for name in runs if name not in done}
         codes = _run(commands, output, signals, "ab" if logs_go_on else "wb")
-        written = [name for name in runs if _written(output / name / RESULTS_FILE) != before[name]]
+        written = [name for name in runs if name in done or _written(output / name / RESULTS_FILE) != before[name]]
         results = {name: _results(output / name) for name in written}
         lost = False
         if told is not None:
@@ -186,6 +187,14 @@ def _is_given(context: typer.Context, changes: dict[str, Any], name: str) -> boo
 def _has_begun(folder: Path) -> bool:
     """Return whether a run has written to its folder."""
     return (folder / OPTIONS_FILE).is_file()
+
+
+def _is_done(folder: Path, job: str | None) -> bool:
+    """Return whether a run of a job has ended and written its results."""
+    if not is_of(folder, job) or _written(folder / RESULTS_FILE) <= _written(folder / OPTIONS_FILE):
+        return False
+    result = _results(folder)
+    return not result["stopped"] and "error" not in result
 
 
 def _wait(

@@ -278,13 +278,15 @@ def test_the_lost_run_of_a_job_goes_on_or_begins_again(
     made, peft, told = tmp_path / "a", tmp_path / "peft.json", tmp_path / "a.json"
     peft.write_text(ADALORA, encoding="utf-8")
     method = ["--peft", peft] if lost == "adalora" else []
-    given = options(service, data, made, "--steps", 3, "--every", 2, "--json", told, *method)
+    alone = options(service, data, made, "--steps", 3, "--every", 2, *method)
+    given = [*alone, "--json", told]
     assert command(*given, "--job", "one").exit_code == 0
     (made / "checkpoint-2" / "mark").touch()
-    for job in ([], ["--job", "another"]):
-        done = command(*given, *job)
-        assert done.exit_code == 1
-        assert "the file exists" in " ".join(done.stderr.split())
+    for refused, why in ((given, "the file exists"), (alone, "the run would replace")):
+        for job in ([], ["--job", "another"]):
+            done = command(*refused, *job)
+            assert done.exit_code == 1
+            assert why in " ".join(done.stderr.split())
     shutil.rmtree(made / "checkpoint-3")
     if lost == "no whole checkpoint":
         (made / "checkpoint-2" / "rng_state.pth").unlink()
@@ -292,6 +294,16 @@ def test_the_lost_run_of_a_job_goes_on_or_begins_again(
     assert done.exit_code == 0, done.stderr
     assert [entry["step"] for entry in log_of(made) if "loss" in entry] == [1, 2, 3]
     assert (made / "checkpoint-2" / "mark").exists() == resumes
+
+
+def test_a_job_that_overwrites_does_not_resume_the_run_of_another_job(
+    service: Service, data: Path, tmp_path: Path
+) -> None:
+    given = options(service, data, tmp_path / "a", "--steps", 2, "--overwrite")
+    for job in ("one", "another"):
+        assert command(*given, "--job", job).exit_code == 0
+        assert not (tmp_path / "a" / "checkpoint-2" / "mark").exists()
+        (tmp_path / "a" / "checkpoint-2" / "mark").touch()
 
 
 def test_a_job_waits_for_the_lock_of_its_lost_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

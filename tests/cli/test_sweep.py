@@ -67,8 +67,8 @@ def test_a_run_that_failed_in_its_first_step_does_not_block_a_resume(
 
 
 def test_the_lost_sweep_of_a_job_goes_on(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that had begun finds by itself how it goes on, also one whose method has no checkpoints to resume from. An
-    earlier run is still refused before the sweep has begun."""
+    """A run that had begun finds by itself how it goes on, also one whose method has no checkpoints to resume from. One
+    that had ended stays. Runs that are not the job's are refused, before the sweep has begun and later."""
     file, output, peft = tmp_path / "sweep.toml", tmp_path / "out", tmp_path / "peft.json"
     peft.write_text('{"peft_type": "ADALORA", "total_step": 9}', encoding="utf-8")
     file.write_text(f"[begun]\npeft = '{peft}'\n[new]\nseed = 1\n", encoding="utf-8")
@@ -88,6 +88,17 @@ def test_the_lost_sweep_of_a_job_goes_on(data: Path, tmp_path: Path, monkeypatch
         assert not any("--resume" in ran for ran in commands)
         commands.clear()
     assert "would replace begun.log" in " ".join(command(*given, "--job", "two").stderr.split())
+    run = output / "begun"
+    run.mkdir()
+    (run / "finetune.json").write_text('{"job": "one"}', encoding="utf-8")
+    os.utime(run / "finetune.json", (1, 1))
+    ended = {"losses": [1.0], "validation": [], "steps": 1, "stopped": False, "adapter": str(run)}
+    (run / "results.json").write_text(json.dumps(ended), encoding="utf-8")
+    done = command(*given, "--job", "one")
+    assert "1 of 2 runs ended early (new)" in done.stderr, done.stderr
+    assert [Path(ran[ran.index("--output") + 1]).name for ran in commands] == ["new"]
+    (run / "finetune.json").write_text('{"job": null}', encoding="utf-8")  # somebody has begun it by hand since
+    assert "would replace finetune.json" in " ".join(command(*given, "--job", "one").stderr.split())
 
 
 def runs_as(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

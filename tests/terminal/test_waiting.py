@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from symbiosis.core.registry import LISTS
 from symbiosis.terminal import loop
 
 SCRIPT = """
@@ -48,9 +49,7 @@ def test_torch_is_imported_afterwards(command: list[str], tmp_path: Path) -> Non
     [
         ("tcp://far:1,shm:///SOCKET", True),
         ("tcp://[::1]:1", True),
-        ("file:///run/list.txt", True),
-        ("http://head:7070/llama", True),
-        ("https://head/llama", True),
+        *[(f"{each}head/list", True) for each in LISTS],
         ("tcp://far:1", False),
     ],
 )
