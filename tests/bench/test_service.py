@@ -11,12 +11,8 @@ from symbiosis.bench.service import served
 from symbiosis.errors import SymbiosisError
 
 
-@pytest.mark.parametrize(
-    ("policy", "base_layers", "why"),
-    [("bogus", "linear", "unknown policy 'bogus'"), ("lockstep", "bogus", "no module matches 'bogus'")],
-)
-def test_an_executor_that_cannot_start_says_why(policy: str, base_layers: str, why: str) -> None:
-    with pytest.raises(SymbiosisError, match=why), served("wire", "shm", policy, base_layers):
+def test_an_executor_that_cannot_start_says_why() -> None:
+    with pytest.raises(SymbiosisError, match="no module matches 'bogus'"), served("wire", "shm", "lockstep", "bogus"):
         pass
 
 
