@@ -15,14 +15,16 @@ a word. In a client these methods would work, with other numbers and adapters th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import warnings
+from collections.abc import Iterator
 from os import PathLike
 from typing import Any, NoReturn
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, load_peft_weights
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 
@@ -72,21 +74,105 @@ def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: 
 
     Raises:
         PlaceholderError: the method needs the weights of base layers.
+        UsageError: an adapter of this name has another configuration, or the folder's tensors are not those that its
+            configuration has in this model. The model is as it was before, but for values of an adapter of this name.
     """
+    if name in getattr(model, "peft_config", ()):
+        _check_same_config(model, folder, name)
     training, trained = model.training, {parameter for parameter in model.parameters() if parameter.requires_grad}
     with modes_kept(model):
-        with requester.rehearsing():  # initial values, which the file replaces, need no request
-            if isinstance(model, PeftModel):
-                model.load_adapter(str(folder), adapter_name=name, is_trainable=trainable)
-                model.set_adapter(name)
-            else:
-                model = PeftModel.from_pretrained(model, str(folder), adapter_name=name, is_trainable=trainable)
+        with requester.rehearsing(), _children_kept(model):  # initial values, which the file replaces, need no request
+            model = _load(model, str(folder), name, trainable)
         model.train(training)  # PEFT leaves a new adapter's modules in training mode
     if not trainable:  # PEFT leaves parameters of some methods, and every adapter that is set, trainable
         for path, parameter in model.named_parameters():
             if parameter.requires_grad and (parameter not in trained or name in path.split(".")):
                 parameter.requires_grad_(False)
     return model
+
+
+def _load(model: Any, folder: str, name: str, trainable: bool) -> Any:
+    if not isinstance(model, PeftModel):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            try:
+                model = PeftModel.from_pretrained(model, folder, adapter_name=name, is_trainable=trainable)
+            except UserWarning as warning:
+                raise UsageError(f"the adapter in {folder} is not complete: {warning}") from None
+        _check_tensors(model, folder, name)
+        return model
+    is_new = name not in model.peft_config
+    try:
+        missing = model.load_adapter(folder, name, is_trainable=trainable).missing_keys
+        # Each layer of VB-LoRA names the bank, which the model has once.
+        if missing := [each for each in missing if "vblora_vector_bank" not in each]:
+            raise UsageError(f"the adapter in {folder} is not complete: it lacks {len(missing)} tensors: {missing[:3]}")
+        _check_tensors(model, folder, name)
+    except Exception:
+        if is_new and name in model.peft_config:
+            model.delete_adapter(name)
+        raise
+    model.set_adapter(name)
+    return model
+
+
+def _check_tensors(model: Any, folder: str, name: str) -> None:
+    """Raise UsageError if a folder has tensors that were not loaded with the adapter ``name``."""
+    others = {*load_peft_weights(folder, device="cpu")}
+    others -= {*get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=True)}
+    if others and model.peft_config[name].peft_type == "LORA":  # PEFT has perhaps renamed its tensors
+        others = {*model.load_adapter(folder, name).unexpected_keys}
+    if others:
+        raise UsageError(
+            f"the adapter in {folder} is of another model: this one has no place for {len(others)} of its tensors, "
+            f"such as {min(others)}"
+        )
+
+
+_MAY_DIFFER = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+    *("init_lora_weights", "init_weights", "init_ia3_weights", "eva_config", "corda_config", "lora_ga_config"),
+    *("loftq_config", "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs"),
+    *("token_dim", "num_layers", "num_attention_heads", "num_transformer_submodules"),  # are the model's by default
+}
+"""Options of PEFT that have no effect once an adapter has its values."""
+
+
+def _check_same_config(model: Any, folder: str | PathLike[str], name: str) -> None:
+    """Raise UsageError if the adapter of this name has another configuration than that of a folder. PEFT would load the
+    tensors alone."""
+    loaded = PeftConfig.from_pretrained(str(folder))
+    _check_config(model, loaded)
+    present, wanted = _options(model.peft_config[name]), _options(loaded)
+    if loaded.peft_type == "P_TUNING" or getattr(loaded, "prefix_projection", False):
+        # Only while it is trained does the adapter have the encoder, whose results alone are in the folder.
+        present["inference_mode"], wanted["inference_mode"] = model.peft_config[name].inference_mode, True
+    differ = sorted(each for each in present | wanted if present.get(each) != wanted.get(each))
+    if differ:
+        options = "; ".join(f"{each} is {wanted.get(each)!r} there and {present.get(each)!r} here" for each in differ)
+        raise UsageError(
+            f"the adapter in {folder} has another configuration than this client's adapter {name!r}: {options:.500}; "
+            "give it another name, or load it into a client without an adapter (made without a peft_config)"
+        )
+
+
+def _options(config: PeftConfig) -> dict[str, Any]:
+    options = {name: value for name, value in config.to_dict().items() if name not in _MAY_DIFFER}
+    lists = {name: {*value} for name, value in options.items() if "modules" in name and isinstance(value, list)}
+    return options | lists
+
+
+@contextlib.contextmanager
+def _children_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Put the model's modules back into their places after an error. The tenant may go on with another method."""
+    before = [(module._modules, dict(module._modules)) for module in model.modules()]
+    try:
+        yield
+    except Exception:
+        for modules, children in before:
+            modules.clear()
+            modules.update(children)
+        raise
 
 
 _init = BaseTuner.__init__
@@ -115,8 +201,7 @@ def _inject_checked(self: Any, model: torch.nn.Module, adapter_name: str, *args:
     _check_config(model, config)
     _check_quantization(config, requester.quantization)
     serve_dora(model, config)
-    before = [(module._modules, dict(module._modules)) for module in model.modules()]
-    try:
+    with _children_kept(model):
         try:
             _inject(self, model, adapter_name, *args, **kwargs)
         except Exception as error:
@@ -127,11 +212,6 @@ def _inject_checked(self: Any, model: torch.nn.Module, adapter_name: str, *args:
             if parameter.requires_grad and not parameter.is_meta and torch.isnan(parameter).any():
                 raise PlaceholderError(_reads_weights(config, f"to initialise {name}"))
         _try_layers(model, config, requester)
-    except UsageError:
-        for modules, children in before:  # the tenant may go on with another method
-            modules.clear()
-            modules.update(children)
-        raise
     for method in ("merge_adapter", "merge_and_unload"):
         if hasattr(self, method):
             setattr(self, method, _refuse_to_merge)

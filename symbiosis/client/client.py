@@ -301,6 +301,11 @@ class Client:
             folder: a folder that PEFT or :meth:`save_adapter` has written.
             name: PEFT's name for it; an adapter of this name and the same configuration is overwritten.
             trainable: whether it can be trained further.
+
+        Raises:
+            PlaceholderError: the method needs the weights of base layers.
+            UsageError: the client has an adapter of this name with another configuration, or the adapter is not
+                complete or is of another model.
         """
         if self._turn.locked():
             raise UsageError(

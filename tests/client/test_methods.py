@@ -14,7 +14,7 @@ import torch
 
 import symbiosis
 from symbiosis.core.requests import Key, Pass
-from symbiosis.errors import PlaceholderError, PrivacyError
+from symbiosis.errors import PlaceholderError, PrivacyError, UsageError
 from symbiosis.privacy import Wiretap
 from symbiosis.testing import Comparison, Job, compare, run_job, run_job_plain, tiny_model
 from tests.helpers import CAUSAL, IDS
@@ -168,6 +168,65 @@ async def test_an_adapter_that_needs_base_weights_is_not_loaded(tmp_path: Any) -
     async with symbiosis.Executor(copy.deepcopy(model)) as executor, executor.client() as client:
         with pytest.raises(PlaceholderError, match="init_lora_weights='pissa' factors the base weights"):
             client.load_adapter(tmp_path)
+
+
+ON_Q = {"target_modules": ["q_proj"], "init_lora_weights": False, "task_type": CAUSAL}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+@pytest.mark.parametrize(
+    ("present", "differs"),
+    [
+        (lambda: config("Lora", r=4, lora_alpha=8, **ON_Q), "lora_alpha is 16 there and 8 here"),
+        (lambda: config("Lora", r=4, lora_alpha=16, **{**ON_Q, "target_modules": ["k_proj"]}), "target_modules is"),
+        (lambda: config("IA3", target_modules=["q_proj"], feedforward_modules=[]), "peft_type is"),
+        (lambda: config("Lora", r=4, lora_alpha=16, **ON_Q | {"init_lora_weights": True, "task_type": None}), None),
+    ],
+)
+async def test_an_adapter_in_place_of_one_with_its_name(present: Any, differs: str | None, tmp_path: Path) -> None:
+    """PEFT loads the tensors, and keeps the configuration that is there."""
+    model = tiny_model()
+    adapted = peft.get_peft_model(copy.deepcopy(model), config("Lora", r=4, lora_alpha=16, **ON_Q)).eval()
+    adapted.save_pretrained(str(tmp_path))
+    async with symbiosis.Executor(model) as executor, executor.client(present()) as client:
+        if differs is not None:
+            with pytest.raises(UsageError, match=differs):
+                client.load_adapter(tmp_path)
+            return
+        client.load_adapter(tmp_path)
+        logits = (await client.forward(input_ids=IDS)).logits
+    torch.testing.assert_close(logits, adapted(input_ids=IDS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+@pytest.mark.parametrize("method", ["lora", "vblora", "p-tuning", "trainable-tokens"])
+async def test_an_adapter_is_loaded_again(method: str, tmp_path: Path) -> None:
+    """The prompts of p-tuning come from an encoder, which is not in the folder."""
+    adapted = peft.get_peft_model(tiny_model(), AGREE[method]()).eval()
+    adapted.save_pretrained(str(tmp_path))
+    async with symbiosis.Executor(tiny_model()) as executor, executor.client(AGREE[method]()) as client:
+        if method == "p-tuning":
+            with pytest.raises(UsageError, match="inference_mode is True there and False here"):
+                client.load_adapter(tmp_path)
+        else:
+            client.load_adapter(tmp_path)
+        client.load_adapter(tmp_path, name="other")
+        client.load_adapter(tmp_path, name="other")
+        logits = (await client.forward(input_ids=IDS)).logits
+    torch.testing.assert_close(logits, adapted(input_ids=IDS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("first", [None, peft.LoraConfig(**ON)])
+@pytest.mark.parametrize(("layers", "error"), [(1, "is not complete"), (3, "has no place for 2 of its tensors")])
+async def test_an_adapter_of_another_model_is_not_loaded(layers: int, error: str, first: Any, tmp_path: Path) -> None:
+    adapted = peft.get_peft_model(tiny_model(num_hidden_layers=layers), config("Lora", **ON_Q))
+    adapted.save_pretrained(str(tmp_path))
+    async with symbiosis.Executor(tiny_model()) as executor, executor.client(copy.deepcopy(first)) as client:
+        names = [name for name, _ in client.model.named_modules()]
+        with pytest.raises(UsageError, match=error):
+            client.load_adapter(tmp_path, name="other")
+        assert [name for name, _ in client.model.named_modules()] == names
+        assert torch.isfinite((await client.forward(input_ids=IDS)).logits).all()
 
 
 @pytest.fixture
