@@ -56,7 +56,7 @@ def load_model(
     try:
         if model_class is None or check is not None:
             config = transformers.AutoConfig.from_pretrained(model, **_config_options(options))
-            model_class = model_class or class_of(config)
+            model_class = model_class or class_of(config, own_code=options["trust_remote_code"])
             if check is not None:
                 trust = {"trust_remote_code": options["trust_remote_code"]}
                 with torch.device("meta"):
@@ -99,11 +99,19 @@ def _why_not(error: BaseException) -> str:
     return f"the hub gives no model of this name ({' '.join(str(error).split())})"
 
 
-def class_of(config: Any) -> Any:
-    """Return the class that a configuration names, or transformers' class for causal language models."""
+def class_of(config: Any, own_code: bool = False) -> Any:
+    """Return the class that a configuration names, or transformers' class for causal language models.
+
+    With ``own_code``, a class in the checkpoint's own code comes before one of this name in transformers: the result is
+    the Auto class that loads it.
+    """
     import transformers
 
-    return getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    name = (config.architectures or [""])[0]
+    for automatic, reference in (getattr(config, "auto_map", None) or {}).items() if own_code else ():
+        if automatic.startswith("AutoModel") and reference.rpartition(".")[2] == name:
+            return getattr(transformers, automatic)
+    return getattr(transformers, name, transformers.AutoModelForCausalLM)
 
 
 def _config_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -74,8 +74,15 @@ def share_of(split: SplitModel, tokenizer: Callable[[], Any] | None = None, name
 
 
 def _check_as_built(split: SplitModel) -> None:
-    """Raise ShareError if a module of the clients' part has hooks or a ``forward`` of its own: clients in other
-    processes build this part from the configuration."""
+    """Raise ShareError if the model is of a class of its own, or a module of the clients' part has hooks or a
+    ``forward`` of its own: clients in other processes build this part from the configuration and the class's name."""
+    import transformers
+
+    if getattr(transformers, (name := type(split.model).__name__), None) is not type(split.model):
+        raise ShareError(
+            f"the model's class {type(split.model).__module__}.{name} is not one of transformers, so clients in other "
+            "processes cannot build their share of it; it can be served to clients in this process only"
+        )
     layers = [*(layer.module for layer in split.layers), *(module for _, module in split.elsewhere)]
     served = {id(part) for layer in layers for part in layer.modules()}
     for name, module in split.model.named_modules():

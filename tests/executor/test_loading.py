@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +13,7 @@ import transformers
 from huggingface_hub import errors
 
 from symbiosis import Executor
-from symbiosis.errors import SplitError, UsageError
+from symbiosis.errors import ShareError, SplitError, UsageError
 from symbiosis.executor.loading import load_model
 from symbiosis.testing.zoo import zoo_model
 
@@ -81,3 +83,21 @@ def test_names_of_linear_layers_of_a_class_of_their_own(tmp_path: Path, names: d
     model.save_pretrained(tmp_path)
     served = {layer.name for layer in Executor.from_pretrained(tmp_path, **names).layers}
     assert served == {layer.name for layer in Executor(model, **names).layers}
+
+
+def test_own_code_of_a_checkpoint_comes_before_a_class_of_transformers(
+    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients in other processes would build the class of transformers that has the same name."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "own_code"
+    base.save_pretrained(folder)
+    file = folder / "config.json"
+    own = {"AutoModel": "own.LlamaModel", "AutoModelForCausalLM": "own.LlamaForCausalLM"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": own}))
+    (folder / "own.py").write_text("import transformers\nclass LlamaForCausalLM(transformers.LlamaForCausalLM): pass\n")
+    executor = Executor.from_pretrained(folder, trust_remote_code=True)
+    with pytest.raises(ShareError, match=r"class transformers_modules.own_code.*own\.LlamaForCausalLM is not one of"):
+        executor.service.share()
+    assert Executor.from_pretrained(folder, model_class=type(base)).service.share().tensors
