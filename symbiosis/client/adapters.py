@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from os import PathLike
@@ -221,19 +222,20 @@ _load_map = ModulesToSaveWrapper.adapter_state_dict_load_map
 
 
 @functools.wraps(_load_map)
-def _load_map_with_placeholders(self: Any, adapter_name: str) -> Any:
-    """Name what an adapter's copy of a module takes from a file. PEFT finds its names in the copy's state dict, which
-    lacks placeholders."""
-    names = _load_map(self, adapter_name)
+def _load_map_without_placeholders(self: Any, adapter_name: str) -> Any:
+    """Name what an adapter's copy of a module takes from a file. PEFT and transformers look for the names in the copy's
+    state dict, which lacks placeholders, so these are replaced by values of the copy's own, NaN until they are loaded.
+    """
     if adapter_name in self._adapters:
-        parameters = self.modules_to_save[adapter_name].named_parameters(remove_duplicate=False)
-        names |= {name: f"modules_to_save.{adapter_name}.{name}" for name, each in parameters if is_missing(each)}
-    return names
+        for parameter in self.modules_to_save[adapter_name].parameters():
+            if is_missing(parameter):
+                parameter.copy_(torch.full(parameter.shape, math.nan))
+    return _load_map(self, adapter_name)
 
 
 BaseTuner.__init__ = _init_checked
 BaseTuner.inject_adapter = _inject_checked
-ModulesToSaveWrapper.adapter_state_dict_load_map = _load_map_with_placeholders
+ModulesToSaveWrapper.adapter_state_dict_load_map = _load_map_without_placeholders
 
 
 def _reads_a_weight(error: BaseException | None) -> bool:

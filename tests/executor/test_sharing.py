@@ -235,6 +235,11 @@ async def test_an_adapter_with_a_part_of_its_own_is_loaded(part: str, tmp_path: 
             client.load_adapter(tmp_path / "adapter", name="other")
             with pytest.raises(PlaceholderError, match=r"weight stays with the executor"):
                 client.load_adapter(tmp_path / "adapter", name="trainable", trainable=True)
+            async with base.client() as client:
+                client.model.load_adapter(str(tmp_path / "adapter"))  # the method of transformers
+                with torch.no_grad():
+                    logits = (await client.forward(input_ids=IDS)).logits
+                torch.testing.assert_close(logits, plain(input_ids=IDS).logits)
 
 
 def test_only_linear_base_layers_can_be_allowed() -> None:
