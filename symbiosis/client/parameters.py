@@ -67,11 +67,15 @@ class SharedParameter(nn.Parameter):
     def data(self, values: torch.Tensor) -> None:
         """Take the memory of ``values``. Values of this tenant's choice make the parameter its own; the same values
         elsewhere or in another dtype (``model.to``) do not."""
+        self.refuse_another(values)
         if self._fetch is not None and values.device == self.device and values.dtype is self.dtype:
             present = values_of(self)
             if not _is_placeholder(values) and values.data_ptr() != present.data_ptr():
                 self._become_own()
         _data.__set__(self, values)
+
+    def refuse_another(self, source: torch.Tensor) -> None:
+        """Raise PlaceholderError if this is a placeholder, and ``source`` one of another layer."""
 
     def _become_own(self) -> None:
         self._fetch = None
@@ -114,6 +118,7 @@ class SharedParameter(nn.Parameter):
         source = args[0] if args else kwargs.get("other", kwargs.get("src"))
         if isinstance(source, torch.Tensor):
             if _is_placeholder(source):
+                self.refuse_another(source)
                 if self.is_placeholder:
                     return self
                 raise PlaceholderError(

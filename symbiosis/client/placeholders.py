@@ -117,6 +117,11 @@ class Placeholder(_StandsForWeight, SharedParameter):
         # One column more than the weight has: the strides of a single column would not show whether it is transposed.
         return torch.empty(rows, columns + 1, dtype=self.dtype, device="meta")[:, :columns]
 
+    def refuse_another(self, source: torch.Tensor) -> None:
+        own, other = self._layer(), source._layer() if isinstance(source, _StandsForWeight) else None
+        if own is not None and other is not None and own.spec.name != other.spec.name:
+            raise another_layer(own.spec.name, other.spec.name)
+
     def __copy__(self) -> SharedParameter:
         return self._introduced(super().__copy__())
 
@@ -154,6 +159,14 @@ class PartTimesMatrix(_StandsForWeight, torch.Tensor):
     @property
     def _map(self) -> torch.Tensor:
         return torch.empty((), dtype=self.dtype, device="meta").expand(self.shape)  # of no rows and columns of a weight
+
+
+def another_layer(name: str, other: str) -> PlaceholderError:
+    """Return the error of putting one base layer's weight into the place of another's."""
+    return PlaceholderError(
+        f"{name} cannot take the weight of {other}, which stays with the executor; put the whole module, or "
+        "copy.deepcopy of it, into its place"
+    )
 
 
 def introduce(weight: SharedParameter, layer: Multiplying) -> None:

@@ -23,6 +23,7 @@ from symbiosis.client.bounded_build import bounded_build
 from symbiosis.client.experts import may_be_bank, virtualize_experts
 from symbiosis.client.offline import without_hub
 from symbiosis.client.parameters import SharedParameter, shared_parameter
+from symbiosis.client.placeholders import another_layer
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear, is_missing
 from symbiosis.client.virtmodule import virtualize
@@ -241,7 +242,7 @@ def make_skeleton(
     skeleton._ddp_params_and_buffers_to_ignore = _ignored_by_ddp(skeleton)
     for part in skeleton.modules():
         part.register_state_dict_post_hook(_Protection(skeleton))
-        if part._parameters:
+        if part._parameters or isinstance(part, VirtLayer):
             part.register_load_state_dict_pre_hook(_fill_in_placeholders)
         for method in ("save_pretrained", "push_to_hub"):
             if hasattr(part, method):  # also those of models inside
@@ -275,7 +276,8 @@ class _Protection:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
 
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        _name_layer(module, metadata)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if is_missing(parameter):
                 state.pop(prefix + name, None)
@@ -290,18 +292,36 @@ class _Protection:
         return getattr, (_Protection, "of_part")  # pickling goes on to a VirtLayer, which refuses it and says why
 
     @staticmethod
-    def of_part(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    def of_part(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         """Be the post-hook of a copied part."""
+        _name_layer(module, metadata)
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if is_missing(parameter):
                 state.pop(prefix + name, None)
 
 
-def _fill_in_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Load a state dict that has no placeholders. To load a placeholder onto itself changes nothing."""
+def _name_layer(module: nn.Module, metadata: dict[str, Any]) -> None:
+    """Note in a state dict, which lacks the weights of base layers, from which layer it is."""
+    if isinstance(module, VirtLayer):
+        metadata["base_layer"] = module.spec.name
+
+
+def _fill_in_placeholders(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
+) -> None:
+    """Load a state dict that has no placeholders. To load a placeholder onto itself changes nothing.
+
+    Raises:
+        PlaceholderError: the state dict is from another base layer.
+    """
+    filled = False
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if is_missing(parameter):
-            state.setdefault(prefix + name, parameter)
+            filled |= state.setdefault(prefix + name, parameter) is parameter
+    if filled and isinstance(module, VirtLayer):
+        own = module.spec.name
+        if (other := metadata.get("base_layer", own)) != own:
+            raise another_layer(own, other)
 
 
 class _Saving:

@@ -214,6 +214,8 @@ class _VirtLinear(VirtLayer):
 
     weight: SharedParameter
     bias: SharedParameter | None
+    _base_bias: SharedParameter | None
+    """The bias that the executor adds, as long as it is the layer's bias and is shared."""
     _names_of_sizes: tuple[str, str]
     """Attributes with the numbers of features, input and output, in the class that this stands for."""
 
@@ -243,6 +245,13 @@ class _VirtLinear(VirtLayer):
         if isinstance(bias, torch.Tensor) and id(bias) not in shared:
             shared[id(bias)] = shared_parameter(bias, device)
         self.register_parameter("bias", shared.get(id(bias)))
+        object.__setattr__(self, "_base_bias", self.bias)  # a module would register it as a further parameter
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        present = self._parameters.get(name)
+        if isinstance(present, Placeholder) and param is not None:
+            present.refuse_another(param)
+        super().register_parameter(name, param)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if is_compiled():
@@ -266,7 +275,7 @@ class _VirtLinear(VirtLayer):
         bias = own.get("bias")
         if bias is None and "bias" in own and not self.spec.bias:
             return Pass.FORWARD
-        if type(bias) is SharedParameter and not bias.own:
+        if type(bias) is SharedParameter and not bias.own and bias is self._base_bias:
             return Pass.FORWARD
         return Pass.FORWARD_WITHOUT_BIAS  # the tenant has changed it, has removed it, or computes it from others
 

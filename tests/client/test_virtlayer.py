@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForMaskedLM
 import symbiosis
 from symbiosis.client import siblings
 from symbiosis.client.virtlayer import VirtLayer, VirtLinear
-from symbiosis.errors import RequestError, UsageError
+from symbiosis.errors import PlaceholderError, RequestError, UsageError
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
 from symbiosis.testing.zoo import zoo_model
 from tests.helpers import BATCH, IDS, in_thread, lora
@@ -393,6 +393,51 @@ async def test_layers_with_one_parameter(trained: str, copied: bool) -> None:
     async with symbiosis.Executor(copy.deepcopy(plain)) as executor, executor.client() as client:
         model = copy.deepcopy(client.model) if copied else client.model
         torch.testing.assert_close(await asyncio.to_thread(learn, model), learn(plain))
+
+
+def _load(layer: Any, other: Any) -> None:
+    layer.load_state_dict(other.state_dict())
+
+
+def _load_in_a_list(layer: Any, other: Any) -> None:
+    nn.ModuleList([layer]).load_state_dict(nn.ModuleList([other]).state_dict())
+
+
+def _copy(layer: Any, other: Any) -> None:
+    with torch.no_grad():
+        layer.weight.copy_(other.weight)
+
+
+def _take_data(layer: Any, other: Any) -> None:
+    layer.weight.data = other.weight.data
+
+
+def _take(layer: Any, other: Any) -> None:
+    layer.weight = other.weight
+
+
+@pytest.mark.parametrize("put", [_load, _load_in_a_list, _copy, _take_data, _take])
+async def test_a_weight_of_another_layer(client: Any, put: Callable[[Any, Any], None]) -> None:
+    """A placeholder has no values that another layer could take. That of a copy of a layer is the layer's own."""
+    expected = (await client.forward(input_ids=IDS)).logits
+    first, second = (block.mlp.gate_proj for block in client.model.model.layers)
+    with pytest.raises(PlaceholderError, match=r"layers\.1\.\S+ cannot take the weight of model\.layers\.0\."):
+        put(second, first)
+    put(second, copy.deepcopy(second))
+    assert torch.equal((await client.forward(input_ids=IDS)).logits, expected)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+async def test_a_bias_of_another_layer(copied: bool) -> None:
+    def changed(model: Any) -> Any:
+        first, second = (block.self_attn.v_proj for block in model.model.layers)
+        second.bias = first.bias
+        return copy.deepcopy(model) if copied else model
+
+    model = tiny_model(attention_bias=True)
+    async with symbiosis.Executor(copy.deepcopy(model)) as executor, executor.client() as client:
+        logits = (await client.run(changed(client.model), input_ids=IDS)).logits
+    torch.testing.assert_close(logits, changed(model)(input_ids=IDS).logits, rtol=0, atol=1e-6)
 
 
 async def test_parameters_of_a_masked_language_model_have_their_names(tmp_path: Path) -> None:
