@@ -157,10 +157,8 @@ class Walks:
     def slack(self, kind: Kind, now: float) -> float:
         """Return the time that prompts, or fine-tuning, may take; ``inf`` if nothing is due, ≤ 0 if a token is late.
         Fine-tuning does not use what texts have gained before, which is kept for prompts to come."""
-        heap = self._by_text if kind is _PREFILL else self._by_token
-        while heap and heap[0][2].ended(now):
-            heapq.heappop(heap)
-        slack = heap[0][0] - self._others if heap else math.inf
+        first = _first(self._by_text if kind is _PREFILL else self._by_token, now)
+        slack = math.inf if first is None else first[0] - self._others
         if kind is _PREFILL:
             return slack
         share = math.inf
@@ -169,10 +167,10 @@ class Walks:
         between = self._between if now < self._until else AIM * self._slo_s  # a text may begin its next token
         return min(slack, between, share, self._spare)
 
-    def next_stop(self) -> float:
+    def next_stop(self, now: float) -> float:
         """Return when a client whose token has the least slack counts as stopped, or ``inf``."""
-        tops = (*self._by_text[:1], *self._by_token[:1])
-        return min((walk.seen + walk.patience for _, _, walk in tops), default=math.inf)
+        tops = (_first(heap, now) for heap in (self._by_text, self._by_token))
+        return min((top[2].seen + top[2].patience for top in tops if top), default=math.inf)
 
     def first_prompt(self, now: float) -> Request | None:
         """Return the queued request of the prompt that comes first."""
@@ -283,6 +281,13 @@ class Walks:
             self._spare = min(self._spare, walk.due - ends)
         self._queue = [(walk.rank, walk.last.id, walk.last) for walk in self._prompts.values() if _queued(walk.last)]
         heapq.heapify(self._queue)
+
+
+def _first(heap: Heap, now: float) -> tuple[float, int, Walk] | None:
+    """Return the entry of a heap that comes first, after removing those before it whose walks have ended."""
+    while heap and heap[0][2].ended(now):
+        heapq.heappop(heap)
+    return heap[0] if heap else None
 
 
 def _queued(request: Request) -> bool:

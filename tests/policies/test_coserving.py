@@ -563,6 +563,22 @@ def test_a_stopped_client_holds_up_prompts_and_fine_tuning_for_two_slos_only() -
     assert max(began["job"]) < 0.7
 
 
+def test_a_wait_for_a_client_that_decodes_is_no_series_of_waits() -> None:
+    """The tokens before are over, and nothing may run before the client's next request or its stop."""
+    w = world(CoServing(slo_ms=100, wait_ms=1e-6))
+    learned(w, F0, F1, row=1e-2)
+    for _ in range(5):
+        _token(w, 0.09)
+        w.policy.walks.spent("job", 0.05)  # type: ignore[attr-defined]
+    w.submit("text", F0, 1, Kind.DECODE)
+    run(w)
+    w.policy.walks.spent("job", 0.1)  # type: ignore[attr-defined]
+    w.submit("job", F1, 100, Kind.FINETUNE)
+    action = w.decide()
+    assert isinstance(action, WaitUntil)
+    assert action.time >= w.clock.now + 0.1
+
+
 def test_a_prompt_whose_client_stops_does_not_stop_fine_tuning() -> None:
     """It counts as under way for as long as its target is away, and no longer."""
     w = world_of(CoServing(slo_ms=100, ttft_ms=1000), "a", "prompt", "job", layers=2, max_rows=1000)
