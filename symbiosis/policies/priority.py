@@ -74,6 +74,9 @@ class Priority(Admission):
         level.held[request.id] = request
         self._held.add(request.id)
         heapq.heappush(self._arrivals, (request.arrived, request.id, request))
+        if len(self._arrivals) > 2 * len(self._held) + 64:  # one that stays first keeps those behind it
+            self._arrivals = [entry for entry in self._arrivals if entry[1] in self._held]
+            heapq.heapify(self._arrivals)
 
     def release(self, view: View, now: float) -> float:
         while (until := self._until()) <= now:

@@ -53,6 +53,15 @@ def test_no_client_is_delayed_without_limit() -> None:
     raise AssertionError("it waits for ever")
 
 
+def test_a_request_that_is_held_back_for_long_keeps_no_others() -> None:
+    policy = Priority(NoLockstep(), max_wait_ms=1e7)
+    world = _with_priorities(policy, low=0, high=1)
+    for _ in range(200):
+        (answered,) = world.complete(run_next(world))
+        world.submit(answered.client, F0, 1)
+    assert len(policy._arrivals) < 70
+
+
 def test_tenants_have_priorities() -> None:
     world = _with_priorities(Priority(NoLockstep(), tenants={"gold": 2}), plain_1=0, gold_1=0, gold_2=1)
     order = []
