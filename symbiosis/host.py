@@ -303,7 +303,7 @@ class Executor:
         if self._closing is None:
             await self._close(ExecutorClosedError.of(self.service.address))
         else:
-            await self._closing
+            await asyncio.shield(self._closing)
 
     async def _close(self, error: SymbiosisError) -> None:
         await self.service.close(error)

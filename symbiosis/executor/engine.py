@@ -122,13 +122,15 @@ class Engine:
             self._timer.cancel()
         await self._aside.close()
         for call in self.calls.values():
-            fail(call, error)
+            fail(call, copied(error))
 
     def reset_counters(self) -> None:
         """Count from zero."""
         with self._lock:
             slo, service = self.scheduler.accounts()
-            self.counters = Counters(self.counters.biased, slo_before=dict(slo), service_before=dict(service))
+            self.counters = Counters(
+                self.counters.biased, load=self.counters.load, slo_before=dict(slo), service_before=dict(service)
+            )
 
     def statistics(self) -> Statistics:
         """Return what has run so far."""
@@ -161,7 +163,7 @@ class Engine:
         for request in requests:
             call = self.calls.pop(request.id, None)
             if call is not None:
-                fail(call, error)
+                fail(call, copied(error))
         self._unpacked.left(client, self.when_idle)
         self._pump_soon()
 
@@ -363,6 +365,7 @@ class Engine:
 
     def _answer_failed(self, batch: Batch, cause: BaseException) -> None:
         if isinstance(cause, ShardLostError):  # the executor ends, and then all calls: clients elsewhere may go on
+            strip_tracebacks(cause)
             return
         error = self._failed(batch, cause)
         for request, _, _ in batch.slices:

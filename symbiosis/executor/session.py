@@ -10,7 +10,7 @@ import torch
 
 from symbiosis.core.requests import Call, Expected, Key, LayerSpec, Results
 from symbiosis.core.terms import Kind, Terms, kind_of
-from symbiosis.errors import ClientClosedError, RequestError
+from symbiosis.errors import ClientClosedError, RequestError, copied
 from symbiosis.executor.engine import Engine
 
 
@@ -74,7 +74,7 @@ class ExecutorSession:
 
     def _check(self, call: Call) -> None:
         if self._ended is not None:
-            raise self._ended
+            raise copied(self._ended)
         due = self.expects(call.key)
         if due.rows(call.tensors):
             for tensor in call.tensors:
@@ -91,7 +91,7 @@ class ExecutorSession:
 
     def begin_walk(self) -> None:
         if self._ended is not None:
-            raise self._ended
+            raise copied(self._ended)
         if not self.local:
             self._check_stays()
         self._engine.begin_walk(self.client)

@@ -26,6 +26,7 @@ from symbiosis.errors import (
     SymbiosisError,
     UsageError,
     WireError,
+    copied,
 )
 from symbiosis.log import get_logger
 from symbiosis.transports.channel import AsyncChannel
@@ -315,7 +316,7 @@ class ThreadedChannel(SynchronousChannel):
 
     def call(self, call: Call) -> Results:
         if self._ended is not None:
-            raise self._ended
+            raise copied(self._ended)
         return self._channel.call(call)
 
     def _walk(self, in_walk: bool) -> None:

@@ -55,6 +55,7 @@ from symbiosis.errors import (
     SymbiosisError,
     UsageError,
     WireError,
+    copied,
 )
 from symbiosis.transports import wire
 from symbiosis.transports.arena import sizes
@@ -427,4 +428,4 @@ class Conversation:
         """Raise the reason if the conversation has ended."""
         if self.state is State.ENDED:
             assert self.error is not None
-            raise self.error
+            raise copied(self.error)

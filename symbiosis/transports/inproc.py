@@ -12,7 +12,7 @@ import torch
 from symbiosis.core.requests import Call, LayerSpec
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Check, Identity, Service, Session
-from symbiosis.errors import ExecutorClosedError, UsageError
+from symbiosis.errors import ExecutorClosedError, UsageError, copied
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.threads import ThreadCalls
 
@@ -112,7 +112,7 @@ class InProcChannel:
 
     def call(self, call: Call) -> tuple[torch.Tensor, ...]:
         if self._ended is not None:
-            raise self._ended
+            raise copied(self._ended)
         results = self._session.at_once(call)
         if results is not None:
             return results

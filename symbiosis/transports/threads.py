@@ -54,7 +54,7 @@ class ThreadCalls:
         return answer
 
     def _submit(self, call: Call, answers: Answers) -> None:
-        if not answers.empty():  # interrupted before it was sent
+        if not answers.empty() or answers not in self._waiting:  # interrupted before it was sent
             return
 
         def deliver(reply: asyncio.Future[Results]) -> None:

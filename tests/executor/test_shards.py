@@ -17,7 +17,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 import symbiosis
-from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.requests import Batch, Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import ShardLostError, SplitError, UsageError
 from symbiosis.executor.launch import Launch, ShardSettings
@@ -137,6 +137,18 @@ async def test_an_executor_ends_with_its_shards(tmp_path: Path) -> None:
             await asyncio.wait_for(job, 10)
         assert time.monotonic() - began < 10
         assert not first.is_running()
+
+
+async def test_the_error_of_a_lost_shard_holds_no_rows(base: Any) -> None:
+    """All tenants get it, and a traceback's frames hold the rows of its batch."""
+    async with symbiosis.Executor(base) as executor:
+        try:
+            raise ShardLostError("shard 1 of 2 is lost") from RuntimeError("closed")
+        except ShardLostError as lost:
+            error = lost
+        executor.engine._answer_failed(Batch(Key((0,), Pass.FORWARD), (), "", 0), error)
+        assert error.__cause__ is not None
+        assert error.__traceback__ is error.__cause__.__traceback__ is None
 
 
 async def test_an_idle_executor_ends_with_its_shards(tmp_path: Path) -> None:

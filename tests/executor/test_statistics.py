@@ -34,6 +34,14 @@ def test_a_busy_client_keeps_its_counts_beside_many_short_ones(monkeypatch: pyte
     assert {name: client.requests for name, client in found.items()} == {"c8": 1, "alice/job": 10, "c9": 1}
 
 
+async def test_counting_from_zero_keeps_the_load() -> None:
+    """Tenants choose replicas by it."""
+    async with Executor(tiny_model()) as executor:
+        load = executor.engine.counters.load
+        executor.reset_statistics()
+        assert executor.engine.counters.load is load
+
+
 @pytest.mark.parametrize("bias", ["none", "all"])
 async def test_rows_count_as_tokens_whosever_the_biases_are(bias: str) -> None:
     async with Executor(tiny_model("gpt2")) as executor, executor.client(lora("gpt2", bias=bias), name="a") as client:

@@ -251,6 +251,18 @@ def test_event_loops(base: Any, loop: str) -> None:
         asyncio.run(main())
 
 
+async def test_closing_goes_on_if_a_task_that_waits_for_it_is_cancelled(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        executor._closing = asyncio.create_task(asyncio.sleep(0.01))
+        waits = asyncio.create_task(executor.close())
+        await asyncio.sleep(0)
+        waits.cancel()
+        await asyncio.wait([waits, executor._closing])
+        assert waits.cancelled()
+        assert not executor._closing.cancelled()
+        executor._closing = None
+
+
 async def test_two_executors_in_one_process() -> None:
     """Two executors with different models run on one loop, and each serves its own clients."""
     one, two = tiny_model("llama", seed=1), tiny_model("llama", seed=2)

@@ -293,7 +293,8 @@ async def test_base_layer_that_fails_in_slices(base: Any, expected: torch.Tensor
 @pytest.mark.parametrize("what", OPERATIONS)
 async def test_executor_shut_down_during_operations(base: Any, what: str) -> None:
     """Every waiting operation, in a fiber or on a thread, raises ExecutorClosedError, and so does every later call at
-    once.
+    once. Each error is an object of its own: a traceback keeps frames of its client alive, and grows if it is raised
+    again.
     """
     async with symbiosis.Executor(base, name="soon-gone") as executor:
         clients = [await executor.client(lora()).open() for _ in range(3)]
@@ -304,9 +305,12 @@ async def test_executor_shut_down_during_operations(base: Any, what: str) -> Non
         assert isinstance(result, ExecutorClosedError), result
         assert "inproc://soon-gone was shut down" in str(result)
     for client in clients:
-        with pytest.raises(ExecutorClosedError):
-            await client.forward(input_ids=IDS)
+        for _ in range(2):
+            with pytest.raises(ExecutorClosedError) as caught:
+                await client.forward(input_ids=IDS)
+            results.append(caught.value)
         await client.close()
+    assert len({id(result) for result in results}) == 9
 
 
 @pytest.mark.usefixtures("stops_late")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -33,6 +34,13 @@ def call(*tensors: torch.Tensor, layers: tuple[int, ...] = (HEAD,), pass_: Pass 
 
 async def connect(client: str = "c") -> Any:
     return await make_transport("inproc://here").connect("inproc://here", client)
+
+
+async def test_a_call_whose_thread_no_longer_waits_is_not_sent(executor: symbiosis.Executor) -> None:
+    channel = await connect()
+    channel._threads._submit(call(), SimpleQueue())
+    assert executor.engine.scheduler.outstanding == 0
+    channel.close()
 
 
 async def test_call_from_the_loop_and_from_a_thread(executor: symbiosis.Executor) -> None:
