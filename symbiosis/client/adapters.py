@@ -120,7 +120,8 @@ def _load(model: Any, folder: str, name: str, trainable: bool) -> Any:
 def _check_tensors(model: Any, folder: str, name: str) -> None:
     """Raise UsageError if a folder has tensors that were not loaded with the adapter ``name``."""
     others = {*load_peft_weights(folder, device="cpu")}
-    others -= {*get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=True)}
+    others -= {*get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)}
+    others -= {path for path, _ in model.named_parameters(remove_duplicate=False)}  # embeddings of a resized vocabulary
     if others and model.peft_config[name].peft_type == "LORA":  # PEFT has perhaps renamed its tensors
         others = {*model.load_adapter(folder, name).unexpected_keys}
     if others:
