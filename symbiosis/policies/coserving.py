@@ -146,7 +146,7 @@ class CoServing(Policy):
                     reason = "slack" if decode or view.thinking else "all"
                     return self._run(view, patient, rows, now, reason)
         if decode is None:
-            return Wait(max(min(overdue, self.walks.next_stop(now)), now + 1e-4))  # for a client that decodes
+            return Wait(max(min(overdue, self.walks.next_look(now)), now + 1e-4))  # for a client that decodes
         due = decode.arrived + self.wait_ms / 1e3
         if due > now and view.thinking:
             return Wait(due)

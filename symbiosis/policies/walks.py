@@ -167,10 +167,12 @@ class Walks:
         between = self._between if now < self._until else AIM * self._slo_s  # a text may begin its next token
         return min(slack, between, share, self._spare)
 
-    def next_stop(self, now: float) -> float:
-        """Return when a client whose token has the least slack counts as stopped, or ``inf``."""
+    def next_look(self, now: float) -> float:
+        """Return when to look again, if no request comes: when a client whose token has the least slack counts as
+        stopped, when no text is expected to begin its next token, or after an SLO, as prompts may have stopped, too."""
         tops = (_first(heap, now) for heap in (self._by_text, self._by_token))
-        return min((top[2].seen + top[2].patience for top in tops if top), default=math.inf)
+        stops = [top[2].seen + top[2].patience for top in tops if top]
+        return min(*stops, self._until if now < self._until else math.inf, now + self._slo_s)
 
     def first_prompt(self, now: float) -> Request | None:
         """Return the queued request of the prompt that comes first."""
