@@ -97,7 +97,7 @@ def test_the_lost_sweep_of_a_job_goes_on(data: Path, tmp_path: Path, monkeypatch
     done = command(*given, "--job", "one")
     assert "1 of 2 runs ended early (new)" in done.stderr, done.stderr
     assert [Path(ran[ran.index("--output") + 1]).name for ran in commands] == ["new"]
-    (run / "finetune.json").write_text('{"job": null}', encoding="utf-8")  # somebody has begun it by hand since
+    (run / "finetune.json").write_text('{"job": null}', encoding="utf-8")  # the tenant has begun it by hand since
     assert "would replace finetune.json" in " ".join(command(*given, "--job", "one").stderr.split())
 
 

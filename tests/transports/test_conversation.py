@@ -186,6 +186,17 @@ def test_a_cancelled_call_counts_until_it_is_answered() -> None:
 # Losing and joining again
 
 
+def test_each_call_after_the_end_has_an_error_of_its_own() -> None:
+    """An error that is raised again keeps the frames of every call alive."""
+    talk, errors = Conversation("shm:///x", Hello("alice"), 60.0), []
+    talk.end(ExecutorClosedError("shut down"))
+    for _ in range(2):
+        with pytest.raises(ExecutorClosedError, match="shut down") as caught:
+            talk.check_open()
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]
+
+
 @pytest.mark.parametrize(
     "lose",
     [
