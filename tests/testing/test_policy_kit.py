@@ -115,7 +115,7 @@ class AsksAgainAfterACancellation(Oldest):
         self.waits = True
 
     def decide(self, view: View, now: float) -> Any:
-        return Wait(now + 1e-6) if self.waits and view.thinking else super().decide(view, now)
+        return Wait(now + 1e-3) if self.waits and view.thinking else super().decide(view, now)
 
 
 @bad("starves a request")
