@@ -49,7 +49,8 @@ class RandomStream:
             torch.cuda.init()  # type: ignore[no-untyped-call]
             index = torch.cuda.current_device() if device.index is None else device.index
             self._cuda = torch.cuda.default_generators[index]
-        self._mine = self._others = self._read()
+        with _entered:  # otherwise it might copy the stream of a client that draws on another thread
+            self._mine = self._others = self._read()
 
     def _read(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return _cpu.get_state(), None if self._cuda is None else self._cuda.get_state()

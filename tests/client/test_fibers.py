@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -292,6 +293,28 @@ async def test_a_stream_continues_in_the_next_fiber() -> None:
     expected = [torch.rand(()).item() for _ in range(3)]
     await run_in_fiber(stream, Nowhere(), torch.manual_seed, 5)
     assert [await run_in_fiber(stream, Nowhere(), draw) for _ in range(3)] == expected
+
+
+def test_a_stream_starts_as_torchs_own_while_a_thread_draws_from_another() -> None:
+    torch.manual_seed(7)
+    with RandomStream(CPU):
+        expected = torch.rand(3)
+    entered, leave = threading.Event(), threading.Event()
+
+    def draw() -> None:
+        with RandomStream(CPU):
+            torch.rand(3)
+            entered.set()
+            leave.wait(0.2)  # the lock makes the stream below wait for that long
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    entered.wait()
+    stream = RandomStream(CPU)
+    leave.set()
+    thread.join()
+    with stream:
+        assert torch.equal(torch.rand(3), expected)
 
 
 async def test_context_variables_are_copied_in() -> None:
