@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -62,7 +63,11 @@ def simulate(
         ),
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Batching policy, with options; repeat to compare. By default four.")
+        list[str] | None,
+        typer.Option(
+            help="Batching policy, with options; repeat to compare. By default four. co-serving without options aims "
+            "at --slo-ms and --ttft-ms."
+        ),
     ] = None,
     machine: Annotated[
         Literal["a100", "h100", "here"],
@@ -153,6 +158,7 @@ def simulate(
 
     _check_options(context)
     co_serving = f"co-serving:slo_ms={slo_ms:g},ttft_ms={ttft_ms:g}"
+    policy = [re.sub(r"(^|\+)co-serving$", rf"\g<1>{co_serving}", spec) for spec in policy or []]
     if grid:
         _grid(
             policy, co_serving, load or [], seeds, seed, random, SLO(slo_ms, ttft_ms), requests or 40, rows, json, plot
@@ -246,7 +252,7 @@ def _check_options(context: typer.Context) -> None:
 
 
 def _grid(
-    policies: list[str] | None,
+    policies: list[str],
     co_serving: str,
     loads: list[str],
     seeds: int,

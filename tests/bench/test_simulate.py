@@ -46,7 +46,7 @@ def test_command(tmp_path: Path) -> None:
     assert "9 requests, 1 fine-tuning clients" in out
     data = json.loads((tmp_path / "o.json").read_text())
     assert data["policies"]["opportunistic"]["predicted"]["finished"] == 9
-    assert "fair+co-serving" in data["policies"]
+    assert "fair+co-serving:slo_ms=75,ttft_ms=5000" in data["policies"]
     assert data["executors"] == 2
     assert (tmp_path / "plots" / "o.png").stat().st_size > 10_000
 
