@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -289,6 +290,13 @@ class StreamLine(asyncio.BufferedProtocol):
     def drop(self, why: object) -> None:
         """End the connection now."""
         self.peer.dropped(str(why))
+        self._abort()
+
+    def _abort(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended already
+            own = self._transport.get_extra_info("socket").fileno()
+            with socket.socket(fileno=os.dup(own)) as connected:
+                connected.shutdown(socket.SHUT_RDWR)  # a forked process may have it too, and keep the client waiting
         self._transport.abort()
 
     def hang_up(self) -> None:

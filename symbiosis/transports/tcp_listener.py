@@ -244,7 +244,7 @@ class TcpLine(StreamLine):
         self.listener.unknown.pop(self, None)
         self.listener.log_unknown("connection cut", self.tenant, str(why))
         self.peer.leave(str(why))
-        self._transport.abort()
+        self._abort()
 
     def end(self, error: SymbiosisError) -> None:
         if self._stream.ready:

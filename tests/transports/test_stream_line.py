@@ -55,6 +55,9 @@ class Transport:
     def write_eof(self) -> None:
         self.ended = True
 
+    def get_extra_info(self, name: str) -> Any:
+        return SimpleNamespace(fileno=lambda: -1)  # of a socket that is closed
+
     def abort(self) -> None: ...
     def resume_reading(self) -> None: ...
     def pause_reading(self) -> None: ...

@@ -84,6 +84,25 @@ async def test_a_closed_port_is_free_while_a_forked_child_lives(base: Any) -> No
             os.waitpid(child, 0)  # noqa: ASYNC222 (it was killed)
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+async def test_a_dropped_connection_ends_while_a_forked_child_lives(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener: Any = await executor.listen(LOCAL)
+        with socket.create_connection(resolve(listener.address), timeout=10) as client:
+            await until(lambda: listener.lines)
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            try:
+                for line in list(listener.lines):
+                    line.drop("of a test")
+                while await asyncio.to_thread(client.recv, 4096):  # the executor's greeting comes first
+                    pass
+            finally:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)  # noqa: ASYNC222 (it was killed)
+
+
 @pytest.mark.parametrize("cycles", range(5))
 async def test_connections_that_are_accepted_while_the_listener_closes_end(base: Any, cycles: int) -> None:
     """The listener closes so many cycles of the event loop after clients have connected."""
