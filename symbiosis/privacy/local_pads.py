@@ -84,8 +84,9 @@ class LocalPads(Scheme):
         (channel,) = channels
         own = self.load(channel)
         assert own is not None
+        amplitudes = self.amplitudes_for(channel, own.typical)  # before the folder is locked, because it may raise
         folder = None if self.folder is None else PadFolder(self.folder, channel.identity().weights)
-        return Pads(self, own, folder, self.amplitudes_for(channel, own.typical))
+        return Pads(self, own, folder, amplitudes)
 
 
 class Pads(Mask):

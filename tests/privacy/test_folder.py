@@ -253,6 +253,13 @@ def test_a_forked_child_does_not_use_its_parents_pads(folder: Path) -> None:
         masking.ask((0,), Pass.FORWARD, torch.ones(3, 32))
 
 
+def test_a_refused_accuracy_leaves_the_folder_to_the_next_client(folder: Path) -> None:
+    with pytest.raises(PrivacyError, match="leaves no room for noise") as refused:
+        opened(folder, accuracy=1e-9)
+    opened(folder).channel.close()
+    assert refused.traceback  # as a notebook does, this keeps what the failed call held
+
+
 def test_a_folder_has_one_client_of_one_model(tmp_path: Path, folder: Path) -> None:
     with opened(folder), pytest.raises(PrivacyError, match="in use by another client"):
         opened(folder)
