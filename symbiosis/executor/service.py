@@ -243,6 +243,20 @@ class ExecutorService:
         """What is served, and what every client holds."""
         return sharing_of(self._split)
 
+    @cached_property
+    def _served(self) -> dict[str, Any]:
+        """What the status says of the model, which stays as it is."""
+        return {
+            "name": name_of(self._split.model, self._model_name),
+            "model": type(self._split.model).__name__,
+            "layers": len(self._split.layers),
+            "served_layers": layers_text(spec.name for spec in self.layers),
+            "layers_elsewhere": len(self._split.elsewhere),
+            "packed_layers": self._split.packed,
+            "served_bytes": self.sharing.served,
+            "client_bytes": self.sharing.held,
+        }
+
     def _present_activity(self) -> dict[str, Any]:
         """Return what tenants did, as of at most ACTIVITY_EVERY_S ago."""
         if now() >= self._activity_until:
@@ -257,16 +271,9 @@ class ExecutorService:
     def status(self) -> dict[str, Any]:
         counters = self._engine.counters
         return {
-            "name": name_of(self._split.model, self._model_name),
-            "model": type(self._split.model).__name__,
+            **self._served,
             "policy": repr(self._engine.scheduler.policy),
-            "layers": len(self._split.layers),
-            "served_layers": layers_text(spec.name for spec in self.layers),
-            "layers_elsewhere": len(self._split.elsewhere),
-            "packed_layers": self._split.packed,
-            "served_bytes": self.sharing.served,
             "unpacked_bytes": sum(weight.unpacked_bytes for layer in self._split.layers for weight in layer.packed),
-            "client_bytes": self.sharing.held,
             "addresses": [listener.address for listener in self.listeners],
             "clients": self.clients,
             "outstanding": self._engine.scheduler.outstanding,
