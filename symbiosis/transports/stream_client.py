@@ -156,8 +156,8 @@ class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol)
         try:
             self._stream.filled(count)
         except (OSError, WireError) as error:  # of TLS
-            self.lose(self._reason(error))
             self._transport.write(self._stream.unsent())
+            self.lose(self._reason(error))
             self._transport.close()
             return
         if self._channel is not None:

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from symbiosis.errors import ConnectionLostError
+from symbiosis.errors import ConnectionLostError, WireError
 from symbiosis.transports import channel as driver
 from symbiosis.transports import stream_client, wire
 from symbiosis.transports.channel import AsyncChannel
@@ -165,3 +165,13 @@ async def test_a_connection_is_given_up_over_which_nothing_moves(sent: bool, tal
         talk.look()
     with pytest.raises(ConnectionLostError, match="has not answered for 125 s"):
         await talk.reply
+
+
+async def test_what_tls_says_of_an_error_is_written_before_the_end() -> None:
+    done: list[Any] = []
+    connection = Connection()
+    connection._transport = Mock(is_closing=lambda: False, write=done.append, write_eof=lambda: done.append("end"))
+    connection._stream = Mock(filled=Mock(side_effect=WireError("a damaged record")), unsent=lambda: "alert")
+    connection.start(Mock(lost=lambda error: connection.close()))
+    connection.buffer_updated(1)
+    assert done == ["alert", "end"]
