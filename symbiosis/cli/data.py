@@ -333,7 +333,8 @@ def read_prompts(path: Path) -> list[Record]:
 def _asked(place: str, record: Any) -> Record:
     record = _normal(record)
     if isinstance(record, dict):
-        prompt: Any = record.get("prompt")
+        is_alpaca = "completion" not in record and all(name in record for name in _FIELDS["alpaca"])
+        prompt: Any = None if is_alpaca else record.get("prompt")
         if "messages" in record or isinstance(prompt, list):
             messages = record.get("messages", prompt)
             if wrong := _wrong_messages(messages):
@@ -465,7 +466,9 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, fo
 
 def _completed(form: PromptFormat, tokenizer: Any, record: Record) -> tuple[list[int], list[int]]:
     """Return ids and labels of a pair, or of a record with Alpaca's fields. Only the completion has labels."""
-    before, completion = form.prompt(tokenizer, record), record["output" if form.name == "alpaca" else "completion"]
+    pairs = form.name == "pairs"  # and the record may have an instruction too
+    before = form.prompt(tokenizer, {"prompt": record["prompt"]} if pairs else record)
+    completion = record["completion" if pairs else "output"]
     after = [*encode(tokenizer, completion), *_end(tokenizer)]
     return [*before, *after], [IGNORED] * len(before) + after
 

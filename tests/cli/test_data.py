@@ -207,6 +207,8 @@ def test_prompts_are_those_of_training(tmp_path: Path) -> None:
         {"instruction": "add", "input": "1 2", "output": "3"},
         {"instruction": "add", "output": "3"},
         {"prompt": "a", "completion": "b"},
+        {"prompt": "a", "completion": "b", "instruction": "add"},
+        {"prompt": "a", "instruction": "add", "input": "1 2", "output": "3"},
         {"messages": [system, user, answer]},
         {"prompt": [system, user], "completion": [answer]},
         {"prompt": [user, answer], "completion": [answer]},
@@ -215,6 +217,7 @@ def test_prompts_are_those_of_training(tmp_path: Path) -> None:
         (asked,) = read_prompts(write(tmp_path, record))
         ids = data.format.prompt(tokenizer, asked)
         example = data.examples[0]
+        assert (data.format.name == "alpaca") == ("output" in record) == ("### Instruction" in tokenizer.decode(ids))
         assert ids == example["input_ids"][: len(ids)]
         assert [label != IGNORED for label in example["labels"]].index(True) == len(ids)
 
