@@ -14,7 +14,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
-from symbiosis.cli.folder import checkpoint_in, owned
+from symbiosis.cli.folder import OPTIONS_FILE, check_same, checkpoint_in, owned
 from symbiosis.errors import UsageError
 from tests.cli.runs import log_of, options
 from tests.helpers import command
@@ -38,6 +38,14 @@ def test_an_earlier_run_is_not_overwritten(service: Service, data: Path, tmp_pat
     assert command(*options(service, data, made, "--steps", 2, "--overwrite")).exit_code == 0
     assert (made / "adapter_model.safetensors").read_bytes() != weights
     assert not (made / "checkpoint-1").exists()
+
+
+def test_a_run_of_another_version_of_peft_goes_on(tmp_path: Path) -> None:
+    of_before = {"peft": {"peft_version": "0.1", "r": 8, "removed": None}, "batch": 4}
+    (tmp_path / OPTIONS_FILE).write_text(json.dumps(of_before), encoding="utf-8")
+    check_same(tmp_path, {"peft": {"peft_version": "0.2", "r": 8, "added": None}, "batch": 4})
+    with pytest.raises(UsageError, match=r"the run \(added of peft was None and is 2\)"):
+        check_same(tmp_path, {"peft": {"peft_version": "0.2", "r": 8, "added": 2}, "batch": 4})
 
 
 class NoLoginError(Exception):
