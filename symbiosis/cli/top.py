@@ -83,7 +83,7 @@ def top(
                 show(_shown(done, out, once))
             if once:
                 break
-    if signals and signals[0] != signal.SIGINT:
+    if signals and (once or signals[0] != signal.SIGINT):
         raise typer.Exit(128 + signals[0])
     if once and any("error" in state for state in states.values()):
         raise typer.Exit(1)

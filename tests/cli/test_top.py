@@ -18,6 +18,7 @@ import pytest
 
 import symbiosis
 from symbiosis.cli import serve
+from symbiosis.errors import ExecutorClosedError
 from tests.helpers import command, losses
 from tests.service import Service, save_model
 
@@ -118,6 +119,22 @@ def test_once_fails_where_an_executor_is_away(service: Service, tmp_path: Path) 
     assert found[service.address]["served_layers"] == "7 layers in each of 2 blocks, and lm_head"
     assert "no executor answers" in found[absent]["error"]
     assert command("top", "shm:relative", "--once").exit_code == 1
+
+
+@pytest.mark.parametrize("looks", [0, 1])
+def test_once_fails_where_ctrl_c_ends_it(monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
+    seen: list[str] = []
+
+    class Interrupted:
+        def look(self, address: str) -> None:
+            if len(seen) == looks:
+                signal.raise_signal(signal.SIGINT)
+            seen.append(address)
+            raise ExecutorClosedError("away")
+
+    monkeypatch.setattr(sys.modules["symbiosis.cli.top"], "make_transport", lambda *_, **__: Interrupted())
+    done = command("top", "shm:///absent.sock", "--once", "--interval", "0.5")
+    assert (done.exit_code, done.stdout) == (130, "")
 
 
 def test_it_goes_on_when_the_executor_returns(checkpoint: Path, tmp_path: Path) -> None:
