@@ -324,14 +324,21 @@ def _settings(preset: str, base_layers: str, rounds: int, progress: Callable[[st
 
 
 def _placed(file: Path, model: str) -> tuple[Costs, Place]:
-    """Return the costs of a model, and its executors as a file places them."""
+    """Return the costs of a model, and its executors as a file places them.
+
+    Raises:
+        UsageError: the file is invalid, or its machines cannot hold the model.
+    """
     from symbiosis.simulation.costs import shape_of
     from symbiosis.simulation.machines import read_fleet, read_placement
-    from symbiosis.simulation.placement import SimulatedModel, place
+    from symbiosis.simulation.placement import SimulatedModel, TenantWork, fits, needs, place
 
     data = toml_in(file, f"--placement {file}")
     base, fleet = SimulatedModel.of(shape_of(model)), read_fleet(data)
     found = read_placement(data, fleet, base.shape.blocks)
+    nothing = TenantWork(decode=0, finetune=0, context=0, rows=0, rank=0)  # what tenants hold is not simulated
+    if problem := fits(fleet, needs(base, nothing, found)):
+        raise UsageError(f"--placement {file}: {model} does not fit: {problem}")
     costs = base.costs(fleet.machines[found.home].device)
     return replace(costs, text=f"{model}, {found.text()} of {file.name}"), place(fleet, found, base)
 

@@ -111,11 +111,12 @@ def read_fleet(data: Mapping[str, Any]) -> Fleet:
     ``[machines.NAME]`` has ``gpu`` (a name of :data:`~symbiosis.simulation.costs.GPUS`) or ``gb_per_s`` and ``tflops``,
     and ``memory_gib``; ``devices`` (1), ``count`` (1: machines named NAME, or NAME-0, NAME-1, …), and ``gbit_per_s``
     and ``latency_us`` of the link between its devices. ``[[links]]`` has ``between`` (two names, or nothing for all
-    other pairs), ``gbit_per_s`` and ``latency_us``.
+    other pairs), ``gbit_per_s`` and ``latency_us``. ``executors`` and ``clients`` are for :func:`read_placement`.
 
     Raises:
         UsageError: something is missing, unknown or invalid.
     """
+    _check_names("the file", data, ("machines", "links", "executors", "clients"))
     machines: dict[str, Machine] = {}
     tables = data.get("machines")
     if not isinstance(tables, dict) or not tables:
@@ -162,12 +163,8 @@ def read_placement(data: Mapping[str, Any], fleet: Fleet, blocks: int) -> Placem
         _check_names(where, table, ("machine", "layers", "shards"))
         name = _named(where, table.get("machine"), fleet.machines)
         served = _blocks(where, table.get("layers"), blocks)
-        shards = _whole(where, table, "shards")
-        if shards > fleet.machines[name].devices:
-            raise UsageError(
-                f"{where}: {shards} shards need as many devices; {name} has {fleet.machines[name].devices}"
-            )
-        sites.setdefault((served.start, served.stop), []).append(Site(name, served, shards))
+        site = Site(name, served, _whole(where, table, "shards"))
+        sites.setdefault((served.start, served.stop), []).append(site)
     if not sites:
         raise UsageError('the file has no executor; add [[executors]] with machine = "NAME"')
     at = 0

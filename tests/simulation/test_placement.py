@@ -341,6 +341,7 @@ def test_many_executors() -> None:
     ("data", "why"),
     [
         ({}, "the file has no machine"),
+        ({**ONE_GPU, "executor": []}, "the file: executor is not known; there are machines, links"),
         ({"machines": {"a": {"gpu": "b100"}}}, r"\[machines\.a\]: no figures for gpu = 'b100'; there are a100"),
         ({"machines": {"a": {"gpu": ["a100"]}}}, r"no figures for gpu = \['a100'\]"),
         ({"machines": {"a": {"gpu": "a100", "count": 2}, "a-0": {"gpu": "a100"}}}, "two machines are called a-0"),
@@ -373,7 +374,6 @@ def test_bad_machines(data: dict[str, Any], why: str) -> None:
         ([{"machine": "a", "layers": "0-9"}], "the model has blocks 0 to 3"),
         ([{"machine": "a", "layers": "9" * 5000}], "write blocks such as 0-15"),
         ([{"machine": "a", "layers": "all"}], "write blocks such as 0-15"),
-        ([{"machine": "a", "shards": 2}], "2 shards need as many devices; a has 1"),
     ],
 )
 def test_bad_placements(executors: list[dict[str, Any]], why: str) -> None:
@@ -506,3 +506,20 @@ def test_simulate_on_a_placement(tmp_path: Path) -> None:
     refused = command("simulate", "--placement", str(file), "--machine", "h100")
     assert refused.exit_code == 1
     assert "--machine has no effect here: the file has its machines" in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize(
+    ("executors", "why"),
+    [
+        ('machine = "gpu-0"\n[[executors]]\nmachine = "gpu-0"', "gpu-0 needs 2 devices and has 1"),
+        ('machine = "gpu-0"\nshards = 2', "gpu-0 needs 2 devices and has 1"),
+        ('machine = "small"', "a device of small needs 15 GiB and has 10"),
+    ],
+    ids=["two executors", "two shards", "memory"],
+)
+def test_placements_that_do_not_fit(tmp_path: Path, executors: str, why: str) -> None:
+    file = tmp_path / "placement.toml"
+    file.write_text(f'{FILE}[machines.small]\ngpu = "a100"\nmemory_gib = 10\n[[executors]]\n{executors}\n')
+    refused = command("simulate", "--placement", str(file), "--requests", "2", "--lengths", "0.05")
+    assert refused.exit_code == 1
+    assert f"llama-3.1-8b does not fit: {why}" in " ".join(refused.output.split())
