@@ -137,7 +137,7 @@ def _executor(clock: Clock, policy: Policy, fleet: Fleet, site: Site, base: Simu
     walk = [key for key in base.walk if base.of_block[key.layers[0]] in site.blocks]
     return SimulatedExecutor(
         clock,
-        told(policy, walk, cost),
+        told(policy, walk, cost, fraction),
         layers=len(base.sizes),
         cost=cost,
         overhead_s=OVERHEAD_S,

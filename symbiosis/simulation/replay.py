@@ -61,14 +61,18 @@ class ReplayedLoad:
         return Terms(slo_ms=factor * slo.token_ms, ttft_ms=factor * slo.first_ms) if factor > 1 else NO_TERMS
 
 
-def told(policy: Policy, walk: Sequence[Key], cost: Callable[[Batch, bool], float]) -> Policy:
-    """Tell a policy the latency of one token in the base layers of an idle executor, and return the policy.
+def told(policy: Policy, walk: Sequence[Key], cost: Callable[[Batch, bool], float], fraction: float = 1.0) -> Policy:
+    """Tell a policy the latency of one token in the whole model's base layers on an idle executor, and return it.
+
+    Args:
+        walk: the calls to the executor.
+        fraction: the part (0 to 1) of the model's work that its layers do.
 
     Raises:
         UsageError: the policy promises latencies below this.
         PolicyError: the policy raised another error.
     """
-    tell_unloaded(policy, sum(cost(Batch(key, (), "", 1), False) for key in walk))
+    tell_unloaded(policy, sum(cost(Batch(key, (), "", 1), False) for key in walk) / fraction)
     return policy
 
 

@@ -166,6 +166,19 @@ def test_targets_are_those_of_a_part() -> None:
     assert targets == [20.0] * 8
 
 
+def test_policies_of_parts_are_told_the_time_in_the_whole_model() -> None:
+    class Told(NoLockstep):
+        def unloaded(self, seconds: float) -> None:
+            times.append(seconds)
+
+    times: list[float] = []
+    base, fleet = SimulatedModel.of(MODELS["llama-3.1-8b"]), read_fleet(TWO)
+    parts = [[Site("a", range(8))], [Site("b", range(8, 32))]]
+    for placement in (Placement([[Site("a", range(32))]]), Placement(parts)):
+        place(fleet, placement, base)(Clock(), Told)
+    assert times[1:] == pytest.approx([times[0]] * 2, rel=0.05)
+
+
 def _batch(key: Key, rows: int) -> Batch:
     return Batch(key, [Slice(Request(1, "a", key, rows, Kind.DECODE, 0.0), 0, rows)], "test", rows)
 
