@@ -283,8 +283,7 @@ class Client:
         """Restart this client's stream of random numbers, from which no other client draws."""
         if self._stream is None:
             raise UsageError(f"client {self.name!r} is not open yet; pass seed={seed} when you make it")
-        with self._stream:
-            torch.manual_seed(seed)
+        self._stream.seed(seed)
 
     def save_adapter(self, folder: str | PathLike[str]) -> None:
         """Write a standard PEFT adapter folder, which plain PEFT loads too.

@@ -50,7 +50,8 @@ class RandomStream:
             index = torch.cuda.current_device() if device.index is None else device.index
             self._cuda = torch.cuda.default_generators[index]
         with _entered:  # otherwise it might copy the stream of a client that draws on another thread
-            self._mine = self._others = self._read()
+            self._mine = self._read()
+        self._others: tuple[torch.Tensor, torch.Tensor | None] | None = None  # None while torch draws from others
 
     def _read(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         return _cpu.get_state(), None if self._cuda is None else self._cuda.get_state()
@@ -68,9 +69,16 @@ class RandomStream:
 
     def leave(self) -> None:
         """Restore the stream that :meth:`enter` found."""
+        others, self._others = self._others, None
+        assert others is not None
         self._mine = self._read()
-        self._write(self._others)
+        self._write(others)
         _entered.release()
+
+    def seed(self, seed: int) -> None:
+        """Restart this stream, also while torch draws from it."""
+        with _entered, self if self._others is None else contextlib.nullcontext():
+            torch.manual_seed(seed)
 
     def __enter__(self) -> None:
         self.enter()

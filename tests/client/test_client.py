@@ -218,6 +218,31 @@ async def test_seeds(executor: symbiosis.Executor) -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("where", ["run", "backward"])
+async def test_seeds_in_an_operation_of_the_client(executor: symbiosis.Executor, where: str) -> None:
+    """With checkpointing, the client's thread draws from the client's stream during a backward pass."""
+    drawn: list[torch.Tensor] = []
+
+    async with executor.client(lora(), seed=1) as client:
+
+        def draw() -> None:
+            client.manual_seed(5)
+            drawn.append(torch.rand(3))
+            client.model(input_ids=IDS)  # leaves the stream and enters it again
+            drawn.append(torch.rand(3))
+
+        before = torch.get_rng_state()
+        if where == "run":
+            await client.run(draw)
+        else:
+            client.model.gradient_checkpointing_enable()
+            loss = torch.ones(1, requires_grad=True).sum()
+            loss.register_hook(lambda _: draw())
+            await client.backward(loss)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.cat(drawn), torch.rand(6, generator=torch.Generator().manual_seed(5)))
+
+
 async def test_from_threads(executor: symbiosis.Executor, base: Any) -> None:
     """client.model may be called from any thread, beside coroutines that call forward, backward and generate."""
     expected = base(input_ids=IDS).logits
