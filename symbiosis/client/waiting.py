@@ -58,15 +58,17 @@ class LoopWaiter:
                 f"{name}: this model was called directly on the event loop, which would wait for itself; "
                 f"use `await client.{verb}`, or call it from another thread"
             )
-        if self._thread.interrupted is not None:
-            raise self._thread.interrupted
         owner = _running.thread
-        if owner is not None and owner is not self._thread:
+        if owner is None:
+            return channel.call(call)
+        if owner is not self._thread:
             raise CannotWaitError(
                 f"{name}: this backward pass goes through the models of two clients; each has a thread of its own, so "
                 "detach the output of one model before it enters the other, or call backward for each"
             )
-        stream = self._thread.stream
+        if owner.interrupted is not None:
+            raise owner.interrupted
+        stream = owner.stream
         if stream is None:
             return channel.call(call)
         stream.leave()

@@ -269,6 +269,41 @@ async def test_from_threads(executor: symbiosis.Executor, base: Any) -> None:
             )
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_from_a_thread_beside_the_clients_own(executor: symbiosis.Executor, cancelled: bool) -> None:
+    """The random numbers, and the end, of a backward pass concern the client's own thread alone."""
+    loop, outputs = asyncio.get_running_loop(), []
+
+    def evaluate() -> None:
+        outputs.append(client.model(input_ids=IDS))
+
+    def call_on() -> None:
+        while True:
+            client.model(input_ids=IDS)
+
+    def during_backward() -> None:
+        if cancelled:
+            loop.call_soon_threadsafe(task.cancel)
+            with pytest.raises(ClientClosedError, match="was cancelled"):
+                call_on()
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join()
+        outputs.append(torch.rand(3))
+
+    async with executor.client(lora(), seed=5) as client:
+        client.model.gradient_checkpointing_enable()
+        client.manual_seed(5)
+        loss = torch.ones(1, requires_grad=True).sum()
+        loss.register_hook(lambda _: during_backward())
+        task = asyncio.create_task(client.backward(loss))
+        await asyncio.wait([task])
+        assert task.cancelled() if cancelled else task.exception() is None
+        output, drawn = outputs
+        assert torch.equal(output.logits, (await client.forward(input_ids=IDS)).logits)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+
+
 async def test_threads_and_fibers_agree(executor: symbiosis.Executor) -> None:
     async with executor.client(lora()) as client:
         in_fiber = (await client.forward(input_ids=IDS)).logits
