@@ -289,8 +289,9 @@ class Client:
         """Write a standard PEFT adapter folder, which plain PEFT loads too.
 
         Raises:
-            UsageError: the client has no adapter.
+            UsageError: the client has no adapter, or is in the middle of an operation, such as an optimizer's step.
         """
+        self._check_idle("saving")
         save_adapter(self.model, folder, self._vocabulary)
 
     def load_adapter(self, folder: str | PathLike[str], *, name: str = "default", trainable: bool = False) -> None:
@@ -303,14 +304,17 @@ class Client:
 
         Raises:
             PlaceholderError: the method needs the weights of base layers.
-            UsageError: the client has an adapter of this name with another configuration, or the adapter is not
-                complete or is of another model.
+            UsageError: the client has an adapter of this name with another configuration, or is in the middle of an
+                operation; or the adapter is not complete or is of another model.
         """
+        self._check_idle("loading")
+        self._model = load_adapter(self.model, folder, name, trainable, self._requester)
+
+    def _check_idle(self, before: str) -> None:
         if self._turn.locked():
             raise UsageError(
-                f"client {self.name!r} is in the middle of an operation; await it before loading an adapter"
+                f"client {self.name!r} is in the middle of an operation; await it before {before} an adapter"
             )
-        self._model = load_adapter(self.model, folder, name, trainable, self._requester)
 
     @contextlib.asynccontextmanager
     async def _having_turn(self) -> AsyncIterator[None]:

@@ -341,15 +341,17 @@ async def test_a_saved_adapter_is_small_and_complete(executor: symbiosis.Executo
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
 
 
-async def test_loading_during_an_operation(executor: symbiosis.Executor, tmp_path: Any) -> None:
+@pytest.mark.parametrize("what", ["save", "load"])
+async def test_adapters_during_an_operation(executor: symbiosis.Executor, tmp_path: Any, what: str) -> None:
     async with executor.client(lora()) as client:
         client.save_adapter(tmp_path)
         task = asyncio.create_task(client.forward(input_ids=IDS))
         await asyncio.sleep(0)
+        act = getattr(client, f"{what}_adapter")
         with pytest.raises(UsageError, match="in the middle of an operation"):
-            client.load_adapter(tmp_path)
+            act(tmp_path)
         await task
-        client.load_adapter(tmp_path)
+        act(tmp_path)
 
 
 async def test_names_and_representation(executor: symbiosis.Executor) -> None:
