@@ -82,7 +82,7 @@ def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: 
         _check_same_config(model, folder, name)
     training, trained = model.training, {parameter for parameter in model.parameters() if parameter.requires_grad}
     with modes_kept(model):
-        with requester.rehearsing(), _children_kept(model):  # initial values, which the file replaces, need no request
+        with requester.rehearsing(), _kept_on_error(model):  # initial values, which the file replaces, need no request
             model = _load(model, str(folder), name, trainable)
         model.train(training)  # PEFT leaves a new adapter's modules in training mode
     if not trainable:  # PEFT leaves parameters of some methods, and every adapter that is set, trainable
@@ -154,15 +154,22 @@ def _options(config: PeftConfig) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _children_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model's modules back into their places after an error. The tenant may go on with another method."""
+def _kept_on_error(model: torch.nn.Module) -> Iterator[None]:
+    """Put the model's modules, and PEFT's configurations, back into their places after an error. The tenant may go on
+    with another method."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]]
     before = [(module._modules, dict(module._modules)) for module in model.modules()]
+    configs = vars(model).get("peft_config")
+    if configs is not None:
+        before.append((configs, dict(configs)))
     try:
         yield
     except Exception:
-        for modules, children in before:
-            modules.clear()
-            modules.update(children)
+        for present, past in before:
+            present.clear()
+            present.update(past)
+        if configs is None:
+            vars(model).pop("peft_config", None)
         raise
 
 
@@ -192,7 +199,7 @@ def _inject_checked(self: Any, model: torch.nn.Module, adapter_name: str, *args:
     _check_config(model, config)
     _check_quantization(config, requester.quantization)
     serve_dora(model, config)
-    with _children_kept(model):
+    with _kept_on_error(model):
         try:
             _inject(self, model, adapter_name, *args, **kwargs)
         except Exception as error:

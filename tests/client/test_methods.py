@@ -219,14 +219,20 @@ async def test_an_adapter_is_loaded_again(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", [None, peft.LoraConfig(**ON)])
 @pytest.mark.parametrize(("layers", "error"), [(1, "is not complete"), (3, "has no place for 2 of its tensors")])
 async def test_an_adapter_of_another_model_is_not_loaded(layers: int, error: str, first: Any, tmp_path: Path) -> None:
-    adapted = peft.get_peft_model(tiny_model(num_hidden_layers=layers), config("Lora", **ON_Q))
-    adapted.save_pretrained(str(tmp_path))
+    wrong = peft.get_peft_model(tiny_model(num_hidden_layers=layers), config("Lora", **ON_Q))
+    wrong.save_pretrained(tmp_path / "wrong")
+    right = peft.get_peft_model(tiny_model(), config("Lora", r=2, **ON_Q)).eval()
+    right.save_pretrained(tmp_path / "right")
     async with symbiosis.Executor(tiny_model()) as executor, executor.client(copy.deepcopy(first)) as client:
         names = [name for name, _ in client.model.named_modules()]
         with pytest.raises(UsageError, match=error):
-            client.load_adapter(tmp_path, name="other")
+            client.load_adapter(tmp_path / "wrong", name="other")
         assert [name for name, _ in client.model.named_modules()] == names
         assert torch.isfinite((await client.forward(input_ids=IDS)).logits).all()
+        client.load_adapter(tmp_path / "right", name="other")
+        logits = (await client.forward(input_ids=IDS)).logits
+        assert set(client.model.peft_config) == ({"other"} if first is None else {"default", "other"})
+    torch.testing.assert_close(logits, right(input_ids=IDS).logits, rtol=0, atol=1e-5)
 
 
 @pytest.fixture
