@@ -347,7 +347,9 @@ class Client:
     async def _in_fiber(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         if current_fiber() is not None:
             raise CannotWaitError("an operation of a client was started inside a fiber; await it in a coroutine")
-        channel = self._open_channel()
+        self._open_channel()
+        channel = self._requester.channel  # perhaps one around the client's own, see wrap_channel
+        assert channel is not None
         assert self._stream is not None
         channel.begin_walk()
         try:

@@ -363,6 +363,29 @@ async def test_names_and_representation(executor: symbiosis.Executor) -> None:
     assert repr(alice) == "<Client 'alice': closed>"
 
 
+async def test_a_client_with_a_recorder_thinks_while_it_walks(executor: symbiosis.Executor) -> None:
+    """Batches wait for it like for other clients: its walk does not end at each request."""
+
+    class Recorder:
+        ends = 0
+
+        def __init__(self, channel: Any) -> None:
+            self._channel, self._end_walk = channel, channel.end_walk
+            channel.end_walk = self._ending
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._channel, name)
+
+        def _ending(self) -> None:
+            self.ends += 1
+            self._end_walk()
+
+    async with executor.client() as client:
+        recorder = client.wrap_channel(Recorder)
+        await client.forward(input_ids=IDS)
+        assert recorder.ends == 1
+
+
 async def test_a_client_that_is_not_open_yet(executor: symbiosis.Executor) -> None:
     client = executor.client()
     loss = torch.ones((), requires_grad=True)
