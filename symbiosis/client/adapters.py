@@ -199,6 +199,7 @@ def _inject_checked(self: Any, model: torch.nn.Module, adapter_name: str, *args:
     _check_config(model, config)
     _check_quantization(config, requester.quantization)
     serve_dora(model, config)
+    had_values = {parameter for parameter in model.parameters() if not is_missing(parameter)}
     with _kept_on_error(model):
         try:
             _inject(self, model, adapter_name, *args, **kwargs)
@@ -207,9 +208,11 @@ def _inject_checked(self: Any, model: torch.nn.Module, adapter_name: str, *args:
                 raise PlaceholderError(_reads_weights(config, "when it is initialised")) from error
             raise
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad and not parameter.is_meta and torch.isnan(parameter).any():
+            if not parameter.requires_grad or parameter.is_meta or parameter in had_values:
+                continue
+            if torch.isnan(parameter).any():
                 raise PlaceholderError(_reads_weights(config, f"to initialise {name}"))
-        _try_layers(model, config, requester)
+        _try_layers(model, config, requester, had_values)
     for method in ("merge_adapter", "merge_and_unload"):
         if hasattr(self, method):
             setattr(self, method, _refuse_to_merge)
@@ -280,8 +283,9 @@ def _ends(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _try_layers(model: torch.nn.Module, config: Any, requester: Requester) -> None:
-    """Try one adapted layer of each kind on a row of ones, with zeros as the base layer's result."""
+def _try_layers(model: torch.nn.Module, config: Any, requester: Requester, had_values: set[torch.nn.Parameter]) -> None:
+    """Try one adapted layer of each kind on a row of ones, with zeros as the base layer's result. ``had_values`` has
+    the parameters with values of before the configuration was applied."""
     tried = set()
     with requester.rehearsing(), torch.no_grad():
         for name, layer in model.named_modules():
@@ -298,6 +302,8 @@ def _try_layers(model: torch.nn.Module, config: Any, requester: Requester) -> No
                 continue
             if any(parameter.is_meta for parameter in layer.parameters()):
                 continue  # low_cpu_mem_usage: values are loaded later; until then results are uninitialised memory
+            if not all(parameter.isfinite().all() for parameter in layer.parameters() if parameter in had_values):
+                continue  # another adapter has diverged
             tried.add(type(layer))
             training = layer.training
             layer.eval()

@@ -416,6 +416,18 @@ async def test_a_refusal_of_lora_does_not_recommend_lora(base: Any) -> None:
             await executor.client(wanted).open()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+async def test_an_adapter_beside_one_that_has_diverged(base: Any, value: float) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client(config("Lora", **ON)) as client:
+        with torch.no_grad():
+            for parameter in client.model.parameters():
+                if parameter.requires_grad:
+                    parameter.fill_(value)
+        client.model.add_adapter("other", config("Lora", init_lora_weights=False, **ON))
+        client.model.set_adapter("other")
+        assert (await client.forward(input_ids=IDS)).logits.isfinite().all()
+
+
 async def test_an_adapter_of_transformers_own_integration_is_saved(tmp_path: Path) -> None:
     """``model.add_adapter`` makes no PeftModel. ``save_pretrained``, which Trainer calls, saves only the adapter."""
     model = tiny_model()
