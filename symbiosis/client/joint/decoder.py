@@ -124,11 +124,7 @@ class Seat:
             return walk_alone(*args, **kwargs)
         if not decoder.meets_others(self):
             decoder.walked(self.name, "no other client decodes")
-            decoder.turn.began()
-            try:
-                return walk_alone(*args, **kwargs)
-            finally:
-                decoder.turn.ended()
+            return walk_alone(*args, **kwargs)
         step = self._prepare(inputs, kwargs)
         if isinstance(step, str):
             decoder.walked(self.name, step)

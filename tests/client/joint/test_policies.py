@@ -83,6 +83,25 @@ async def test_a_tenant_above_its_rate_does_not_hold_up_the_others() -> None:
         await asyncio.wait(tasks)
 
 
+async def test_a_lone_tenant_above_its_rate_does_not_hold_up_one_that_begins() -> None:
+    policy = RateLimit(tokens_per_s=1e6, tenants={"slow": 0.01}, burst_s=400.0)
+    async with Executor(model_of("llama"), policy=policy) as executor, contextlib.AsyncExitStack() as stack:
+        slow, other = [await stack.enter_async_context(executor.client(name=name)) for name in ("slow", "other")]
+
+        def alone(client: Client, why: str) -> int:
+            found = executor.statistics().clients.get(client.name)
+            return 0 if found is None else found.alone.get(why, 0)
+
+        tasks = [asyncio.ensure_future(generate(slow, length=3))]  # the second token is held back
+        await until(lambda: alone(slow, "no other client decodes") == 2, 10)
+        tasks.append(asyncio.ensure_future(forever(other)))
+        await until(lambda: alone(other, "no other client was ready") > 2, 5)
+        assert alone(slow, "no other client decodes") == 2
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 async def test_a_joint_request_has_the_most_urgent_terms_of_its_tenants() -> None:
     class Watch(NoLockstep):
         seen: ClassVar[list[Any]] = []
