@@ -175,7 +175,8 @@ class Client:
         """Run synchronous model code, such as a training loop's forward or a custom decoder, and return its result.
 
         It runs in a fiber: the function, and whatever it calls, may call this client's model. It must not call
-        ``loss.backward()``.
+        ``loss.backward()``, nor wait for a thread that calls the model: the thread waits for the event loop, which the
+        function blocks. Run such code by ``asyncio.to_thread(fn)``.
         """
         async with self._having_turn():
             result = await self._in_fiber(fn, *args, **kwargs)
