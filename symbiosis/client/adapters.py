@@ -204,7 +204,8 @@ def _inject_checked(self: Any, model: torch.nn.Module, adapter_name: str, *args:
         try:
             _inject(self, model, adapter_name, *args, **kwargs)
         except Exception as error:
-            if "Virt" in str(error) or _reads_a_weight(error):
+            # GLoRA asks for layers whose class is nn.Linear itself.
+            if str(error).startswith("Target module VirtLinear(") or _reads_a_weight(error):
                 raise PlaceholderError(_reads_weights(config, "when it is initialised")) from error
             raise
         for name, parameter in model.named_parameters():

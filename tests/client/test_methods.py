@@ -416,6 +416,12 @@ async def test_a_refusal_of_lora_does_not_recommend_lora(base: Any) -> None:
             await executor.client(wanted).open()
 
 
+async def test_a_target_that_plain_peft_refuses_too(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        with pytest.raises(ValueError, match=r"(?s)^Target module LlamaMLP.*VirtLinear.*is not supported"):
+            await executor.client(config("Lora", target_modules=["mlp"], **TASK)).open()
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 async def test_an_adapter_beside_one_that_has_diverged(base: Any, value: float) -> None:
     async with symbiosis.Executor(base) as executor, executor.client(config("Lora", **ON)) as client:
