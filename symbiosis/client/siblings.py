@@ -22,7 +22,7 @@ from symbiosis.core.share import block_of
 
 _MISSES = 3
 """A group is dissolved after so many :attr:`Siblings.misses`."""
-_grouping = threading.Lock()
+_grouping = threading.RLock()  # reentrant: the garbage collector may end an abandoned walk inside
 
 
 class Member(Protocol):
@@ -148,8 +148,13 @@ class SiblingState:
                 group.dissolve()
                 return None
         results = dict(zip(group.members, layer.request(group.key(pass_), x), strict=True))
-        self.fetched[group] = _Fetched(x, pass_, results)
-        return results.pop(layer)
+        result = results.pop(layer)
+        if self._last_input is not None and self._last_input() is x:  # another thread has formed the group since then
+            for member in self._run:  # they have asked for themselves
+                results.pop(member, None)
+        if results:
+            self.fetched[group] = _Fetched(x, pass_, results)
+        return result
 
 
 def _may_be_siblings(one: Member, other: Member) -> bool:

@@ -71,10 +71,11 @@ class VirtLayer(nn.Module):
         if not x.numel():
             y = x.new_empty(0, spec.out_features)
         elif self.may_have_siblings and spec.linear and not x.is_inference():
-            if self.siblings is None:
+            siblings = self.siblings  # which another thread may dissolve
+            if siblings is None:
                 here.siblings.watch(self, x, pass_)
             elif not here.rehearsing:
-                y = here.siblings.result(self, self.siblings, x, pass_)
+                y = here.siblings.result(self, siblings, x, pass_)
         if y is None and here.rehearsing:
             y = x.new_zeros(shape[:-1].numel(), spec.out_features)
         elif y is None:
