@@ -290,9 +290,12 @@ class Client:
         """Write a standard PEFT adapter folder, which plain PEFT loads too.
 
         Raises:
-            UsageError: the client has no adapter, or is in the middle of an operation, such as an optimizer's step.
+            UsageError: the client has no adapter, or another coroutine is in the middle of an operation of the client,
+                such as an optimizer's step.
         """
-        self._check_idle("saving")
+        fiber = current_fiber()
+        if fiber is None or fiber.stream is not self._stream:  # the client's own operation may save
+            self._check_idle("saving")
         save_adapter(self.model, folder, self._vocabulary)
 
     def load_adapter(self, folder: str | PathLike[str], *, name: str = "default", trainable: bool = False) -> None:

@@ -352,6 +352,7 @@ async def test_adapters_during_an_operation(executor: symbiosis.Executor, tmp_pa
             act(tmp_path)
         await task
         act(tmp_path)
+        await client.run(client.save_adapter, tmp_path)  # such as a callback of a trainer
 
 
 async def test_names_and_representation(executor: symbiosis.Executor) -> None:
