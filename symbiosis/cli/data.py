@@ -58,7 +58,8 @@ class PromptFormat:
         """Return the token ids of a prompt, to which a completion is appended.
 
         Args:
-            asked: a record with ``messages``, ``instruction`` (and ``input``) or ``prompt``. A ``prompt`` becomes an
+            asked: a record with ``messages``, ``instruction`` (and ``input``) or ``prompt``. If it has both of the
+                latter, Alpaca's format uses the instruction, and others the prompt. A ``prompt`` alone becomes an
                 instruction if the format is Alpaca's, and a message of the user if it is that of conversations.
 
         Raises:
@@ -67,7 +68,7 @@ class PromptFormat:
         prompt = asked.get("prompt", "")
         if "messages" in asked:
             return chat_prompt(tokenizer, asked["messages"])
-        if "instruction" in asked or self.name == "alpaca":
+        if self.name == "alpaca" or ("instruction" in asked and "prompt" not in asked):
             prompt = alpaca(asked.get("instruction", prompt), asked.get("input") or "")
         elif self.name == "chat":
             return chat_prompt(tokenizer, [{"role": "user", "content": prompt}])
@@ -333,8 +334,7 @@ def read_prompts(path: Path) -> list[Record]:
 def _asked(place: str, record: Any) -> Record:
     record = _normal(record)
     if isinstance(record, dict):
-        is_alpaca = "completion" not in record and all(name in record for name in _FIELDS["alpaca"])
-        prompt: Any = None if is_alpaca else record.get("prompt")
+        prompt: Any = record.get("prompt")
         if "messages" in record or isinstance(prompt, list):
             messages = record.get("messages", prompt)
             if wrong := _wrong_messages(messages):
@@ -345,11 +345,12 @@ def _asked(place: str, record: Any) -> Record:
             if not messages:
                 raise UsageError(f"{place}: there is no message before the answer; add one or delete the record")
             return {"messages": messages}
-        if isinstance(prompt, str):
-            return {"prompt": prompt}
+        asked = {"prompt": prompt} if isinstance(prompt, str) else {}
         given = record.get("input", "")
         if isinstance(record.get("instruction"), str) and isinstance(given, str):
-            return {"instruction": record["instruction"], **({"input": given} if given else {})}
+            asked |= {"instruction": record["instruction"], **({"input": given} if given else {})}
+        if asked:
+            return asked
     raise UsageError(
         f'{place}: give each prompt as an object with "prompt", "instruction" (and "input") or "messages", as texts'
     )
@@ -466,9 +467,7 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, fo
 
 def _completed(form: PromptFormat, tokenizer: Any, record: Record) -> tuple[list[int], list[int]]:
     """Return ids and labels of a pair, or of a record with Alpaca's fields. Only the completion has labels."""
-    pairs = form.name == "pairs"  # and the record may have an instruction too
-    before = form.prompt(tokenizer, {"prompt": record["prompt"]} if pairs else record)
-    completion = record["completion" if pairs else "output"]
+    before, completion = form.prompt(tokenizer, record), record["output" if form.name == "alpaca" else "completion"]
     after = [*encode(tokenizer, completion), *_end(tokenizer)]
     return [*before, *after], [IGNORED] * len(before) + after
 

@@ -122,7 +122,7 @@ def generate(
             f"--prompts {prompts}: the adapter was trained on data of the form {form.name!r}, not on conversations; "
             "give each prompt as a text in place of messages"
         )
-    if form.name not in ("", "alpaca") and any("instruction" in one for one in asked):
+    if form.name not in ("", "alpaca") and any("instruction" in one and "prompt" not in one for one in asked):
         raise UsageError(
             f"--prompts {prompts}: the adapter was trained on data of the form {form.name!r}, not on instructions; "
             "give each prompt as a text (prompt) in place of an instruction"
