@@ -257,14 +257,6 @@ def _changes(name: str, before: Any, now: Any) -> list[str]:
     return [f"{name} was {before!r} and is {now!r}"]
 
 
-def _comparable(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options without what another version of PEFT changes: its number, and fields that have no value."""
-    if not isinstance(peft := options.get("peft"), dict):
-        return options
-    given = {name: value for name, value in peft.items() if name != "peft_version" and value is not None}
-    return {**options, "peft": given}
-
-
 def check_same(folder: Path, kept: dict[str, Any]) -> None:
     """Check that the run in a folder had the same options.
 
@@ -275,7 +267,9 @@ def check_same(folder: Path, kept: dict[str, Any]) -> None:
         before = dict(json.loads((folder / OPTIONS_FILE).read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--resume: {folder / OPTIONS_FILE} cannot be read ({error})") from error
-    before, kept = _comparable(before), _comparable(kept)
+    if isinstance(before.get("peft"), dict) and isinstance(kept.get("peft"), dict):  # perhaps of two versions of PEFT
+        common = (before["peft"].keys() & kept["peft"].keys()) - {"peft_version"}
+        before, kept = ({**each, "peft": {name: each["peft"][name] for name in common}} for each in (before, kept))
     different = [name for name in kept if kept[name] != before.get(name)]
     for name, what in (
         ("data", "the examples"),

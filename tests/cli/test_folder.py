@@ -41,11 +41,11 @@ def test_an_earlier_run_is_not_overwritten(service: Service, data: Path, tmp_pat
 
 
 def test_a_run_of_another_version_of_peft_goes_on(tmp_path: Path) -> None:
-    of_before = {"peft": {"peft_version": "0.1", "r": 8, "removed": None}, "batch": 4}
+    of_before = {"peft": {"peft_version": "0.1", "r": 8, "removed": True}, "batch": 4}
     (tmp_path / OPTIONS_FILE).write_text(json.dumps(of_before), encoding="utf-8")
-    check_same(tmp_path, {"peft": {"peft_version": "0.2", "r": 8, "added": None}, "batch": 4})
-    with pytest.raises(UsageError, match=r"the run \(added of peft was None and is 2\)"):
-        check_same(tmp_path, {"peft": {"peft_version": "0.2", "r": 8, "added": 2}, "batch": 4})
+    check_same(tmp_path, {"peft": {"peft_version": "0.2", "r": 8, "added": False}, "batch": 4})
+    with pytest.raises(UsageError, match=r"the run \(r of peft was 8 and is 2\)"):
+        check_same(tmp_path, {"peft": {"peft_version": "0.2", "r": 2, "added": False}, "batch": 4})
 
 
 class NoLoginError(Exception):
