@@ -124,7 +124,7 @@ def _show(model: str, tenants: str, fleet: Fleet, found: list[Candidate]) -> Non
         console().print(table, _details(fleet, found[0]))
     for each in found:
         if each.problem is not None:
-            console().print(f"{each.placement.text()} does not fit: {escape(each.problem)}")
+            console().print(f"{each.placement.text()} is left out: {escape(each.problem)}")
 
 
 def _rates(rates: Rates) -> list[str]:
@@ -183,7 +183,7 @@ def _data(found: list[Candidate]) -> list[dict[str, Any]]:
                 }
                 for site in each.placement.sites()
             ],
-            "does_not_fit": each.problem,
+            "left_out": each.problem,
             "memory_bytes": each.memory,
             "bytes_per_token": [{"between": pair, "bytes": size} for pair, size in each.traffic.items()],
             "rates": None if each.rates is None else asdict(each.rates),

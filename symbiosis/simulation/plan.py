@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from symbiosis.core.policy import Policy
+from symbiosis.errors import UsageError
 from symbiosis.simulation.clients import Done, finetune, generate
 from symbiosis.simulation.clock import Clock
 from symbiosis.simulation.machines import Fleet, Placement, Site
@@ -53,7 +54,8 @@ class Candidate:
     memory: dict[str, list[dict[str, float]]]
     """Bytes by purpose for each device of each machine."""
     problem: str | None
-    """Why it does not fit, or None."""
+    """Why it cannot be used, or None: it does not fit, a link is missing, or its machines cannot keep the latencies
+    that the policy promises."""
     traffic: dict[tuple[str, str], int]
     """Bytes that a decoded token sends between two machines, in both directions."""
     rates: Rates | None
@@ -207,7 +209,6 @@ def plan(
 
     Raises:
         PolicyError: a scheduler refused a decision of the policy.
-        UsageError: a link is missing, or the policy promises latencies that the machines cannot keep.
     """
     found = []
     for placement in candidates(fleet, base, clients):
@@ -215,6 +216,9 @@ def plan(
         problem = fits(fleet, memory)
         rates = None
         if problem is None:
-            rates = simulated(fleet, placement, base, tenants, make_policy, partial(progress, placement.text()))
+            try:
+                rates = simulated(fleet, placement, base, tenants, make_policy, partial(progress, placement.text()))
+            except UsageError as error:
+                problem = str(error)
         found.append(Candidate(placement, memory, problem, traffic(placement, base), rates))
     return sorted(found, key=lambda each: -each.rates.score if each.rates else 1.0)

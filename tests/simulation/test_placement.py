@@ -243,6 +243,16 @@ def test_what_does_not_fit() -> None:
     assert "a device of a needs" in found[-1].problem
 
 
+def test_a_placement_that_cannot_keep_a_latency_target_is_left_out() -> None:
+    base = SimulatedModel.of(MODELS["qwen2.5-32b"])
+    fleet = read_fleet({"machines": {"a": {"gb_per_s": 2000, "tflops": 300, "memory_gib": 40, "devices": 2}}})
+    found = plan(fleet, base, TenantWork(4, 0, 100, 32, 8), lambda: CoServing(slo_ms=30))
+    assert [each.placement.text() for each in found if each.problem is None] == ["2 shards"]
+    (problem,) = [each.problem for each in found if each.placement.text() == "2 parts"]
+    assert problem is not None
+    assert "one token takes" in problem
+
+
 def test_a_small_model_has_rates() -> None:
     """All tenants have done enough after the first events."""
     work = [TenantWork(1, 0, 100, 32, 8), TenantWork(2, 1, 100, 32, 8)]
