@@ -290,11 +290,11 @@ class Client:
         """Write a standard PEFT adapter folder, which plain PEFT loads too.
 
         Raises:
-            UsageError: the client has no adapter, or another coroutine is in the middle of an operation of the client,
-                such as an optimizer's step.
+            UsageError: the client has no adapter, or it is called beside an operation of the client, such as an
+                optimizer's step, and not by this operation itself.
         """
         fiber = current_fiber()
-        if fiber is None or fiber.stream is not self._stream:  # the client's own operation may save
+        if not (self._thread.is_current or (fiber is not None and fiber.stream is self._stream)):
             self._check_idle("saving")
         save_adapter(self.model, folder, self._vocabulary)
 

@@ -160,6 +160,11 @@ class ClientThread:
             finally:
                 self.stream = None
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this code runs on the thread."""
+        return _running.thread is self
+
     def close(self) -> None:
         """End the thread, once its work is done."""
         if self._pool is not None:

@@ -352,7 +352,14 @@ async def test_adapters_during_an_operation(executor: symbiosis.Executor, tmp_pa
             act(tmp_path)
         await task
         act(tmp_path)
-        await client.run(client.save_adapter, tmp_path)  # such as a callback of a trainer
+
+
+async def test_an_operation_may_save_the_adapter_itself(executor: symbiosis.Executor, tmp_path: Any) -> None:
+    async with executor.client(lora()) as client:
+        await client.run(client.save_adapter, tmp_path / "run")
+        optimizer = Mock(step=lambda: client.save_adapter(tmp_path / "step"))  # such as a hook of an optimizer
+        await client.train_step({"input_ids": IDS, "labels": IDS}, optimizer)
+        assert {folder.name for folder in tmp_path.iterdir()} == {"run", "step"}
 
 
 async def test_names_and_representation(executor: symbiosis.Executor) -> None:
