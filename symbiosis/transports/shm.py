@@ -187,8 +187,7 @@ class ShmLine(StreamLine):
         WireError: the client does not take them."""
         share = self.listener.share.descriptor()
         try:
-            # asyncio's object for the socket cannot send descriptors.
-            with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as connected:
+            with self._socket() as connected:
                 socket.send_fds(connected, [_CARRIES_DESCRIPTORS], [arena, share])
         except OSError as error:
             raise WireError(f"the client does not take its descriptors: {error}") from error

@@ -293,11 +293,13 @@ class StreamLine(asyncio.BufferedProtocol):
         self._abort()
 
     def _abort(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended already
-            own = self._transport.get_extra_info("socket").fileno()
-            with socket.socket(fileno=os.dup(own)) as connected:
-                connected.shutdown(socket.SHUT_RDWR)  # a forked process may have it too, and keep the client waiting
+        with contextlib.suppress(OSError), self._socket() as connected:  # an error if it has ended already
+            connected.shutdown(socket.SHUT_RDWR)  # a forked process may have it too, and keep the client waiting
         self._transport.abort()
+
+    def _socket(self) -> socket.socket:
+        """Return an object of its own for the connection's socket. That of the event loop can do less."""
+        return socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))
 
     def hang_up(self) -> None:
         if not self._transport.is_closing():
@@ -314,7 +316,7 @@ class StreamLine(asyncio.BufferedProtocol):
             if not self._transport.is_closing():
                 self._transport.write_eof()
         except OSError:
-            self._transport.abort()
+            self._abort()
             return False
         return True
 
@@ -326,7 +328,7 @@ class StreamLine(asyncio.BufferedProtocol):
 
     def _abort_soon(self) -> None:
         self._stop_deadline()
-        self._deadline = asyncio.get_running_loop().call_later(GOODBYE_S, self._transport.abort)
+        self._deadline = asyncio.get_running_loop().call_later(GOODBYE_S, self._abort)
 
     def listen(self, wanted: bool) -> None:
         self._listening = wanted
