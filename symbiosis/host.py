@@ -175,7 +175,8 @@ class Executor:
             dtype: precision to load it in; by default the checkpoint's.
             shards: processes that hold a part of each base layer, this one among them; see
                 :mod:`symbiosis.executor.shards`. On CPUs each computes with its part of torch's threads, so this call
-                lowers ``torch.get_num_threads()``. On GPUs each has one of its own.
+                lowers ``torch.get_num_threads()``; processes of ``torchrun`` keep their number of threads. On GPUs each
+                has one of its own.
             **options: arguments of the class's ``from_pretrained`` (``revision``, ``attn_implementation``…).
 
         The other arguments are those of :class:`Executor`. Weights are packed by default.

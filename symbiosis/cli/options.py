@@ -25,7 +25,8 @@ KeyOption = Annotated[
 InsecureOption = Annotated[
     bool,
     typer.Option(
-        help="Required for dist://; allows tcp:// without keys beyond this host. The network can read the traffic."
+        help="Required to listen on dist://, and to connect to dist:// on another host; allows tcp:// without keys "
+        "beyond this host. The network can read the traffic."
     ),
 ]
 PrivacyOption = Annotated[
