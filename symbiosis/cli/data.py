@@ -58,17 +58,17 @@ class PromptFormat:
         """Return the token ids of a prompt, to which a completion is appended.
 
         Args:
-            asked: a record with ``messages``, ``instruction`` (and ``input``) or ``prompt``. If it has both of the
-                latter, Alpaca's format uses the instruction, and others the prompt. A ``prompt`` alone becomes an
-                instruction if the format is Alpaca's, and a message of the user if it is that of conversations.
+            asked: a record with ``messages``, ``instruction`` (and ``input``) or ``prompt``. A ``prompt`` alone becomes
+                an instruction if the format is Alpaca's, and a message of the user if it is that of conversations.
 
         Raises:
             UsageError: the tokenizer has no chat template, and the format needs one.
         """
+        asked = self.used(asked)
         prompt = asked.get("prompt", "")
         if "messages" in asked:
             return chat_prompt(tokenizer, asked["messages"])
-        if self.name == "alpaca" or ("instruction" in asked and "prompt" not in asked):
+        if "instruction" in asked or self.name == "alpaca":
             prompt = alpaca(asked.get("instruction", prompt), asked.get("input") or "")
         elif self.name == "chat":
             return chat_prompt(tokenizer, [{"role": "user", "content": prompt}])
@@ -79,6 +79,13 @@ class PromptFormat:
         else:
             return encode(tokenizer, prompt, special=True)
         return [*_beginning(tokenizer), *encode(tokenizer, prompt)]
+
+    def used(self, asked: Record) -> Record:
+        """Return a record without the fields that its prompt is not made of, if it has a prompt and an instruction."""
+        if "prompt" not in asked or "instruction" not in asked:
+            return asked
+        unused = ("prompt",) if self.name == "alpaca" else ("instruction", "input")
+        return {name: value for name, value in asked.items() if name not in unused}
 
     def save(self, folder: Path) -> None:
         """Write it to a folder of an adapter."""

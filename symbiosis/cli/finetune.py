@@ -172,7 +172,7 @@ def finetune(
         kept |= {"patience": patience, **settings}
         kept = json_module.loads(json_module.dumps(kept, default=sorted))
         if resume:
-            check_same(output, kept)
+            check_same(output, kept, config)
         trainer_module = _trainer_module()
         tested = others is not None or held_out is not None
         arguments = trainer_module.training_arguments(output, tested, _trainer_options(context.params))
@@ -188,7 +188,7 @@ def finetune(
             check_decoder(base)
             kept["model"] = base.symbiosis.weights
             if resume:
-                check_same(output, kept)
+                check_same(output, kept, config)
             tokenizer = base.symbiosis.tokenizer()
             positions = positions_of(base, config)
             length = sequence if positions is None else min(sequence, positions)

@@ -257,8 +257,17 @@ def _changes(name: str, before: Any, now: Any) -> list[str]:
     return [f"{name} was {before!r} and is {now!r}"]
 
 
-def check_same(folder: Path, kept: dict[str, Any]) -> None:
+def _default(config: Any, name: str) -> Any:
+    """Return the value of a field of a PEFT configuration if it is not given."""
+    field = type(config).__dataclass_fields__[name]
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
+def check_same(folder: Path, kept: dict[str, Any], config: Any) -> None:
     """Check that the run in a folder had the same options.
+
+    Args:
+        kept: the options, with those of the PEFT configuration ``config`` under ``"peft"``.
 
     Raises:
         UsageError: some differ, or they cannot be read.
@@ -267,9 +276,9 @@ def check_same(folder: Path, kept: dict[str, Any]) -> None:
         before = dict(json.loads((folder / OPTIONS_FILE).read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--resume: {folder / OPTIONS_FILE} cannot be read ({error})") from error
-    if isinstance(before.get("peft"), dict) and isinstance(kept.get("peft"), dict):  # perhaps of two versions of PEFT
-        common = (before["peft"].keys() & kept["peft"].keys()) - {"peft_version"}
-        before, kept = ({**each, "peft": {name: each["peft"][name] for name in common}} for each in (before, kept))
+    if isinstance(old := before.get("peft"), dict):  # perhaps of a version of PEFT with other fields
+        old = {name: old.get(name, _default(config, name)) for name in kept["peft"]}
+        before["peft"] = old | {"peft_version": kept["peft"]["peft_version"]}
     different = [name for name in kept if kept[name] != before.get(name)]
     for name, what in (
         ("data", "the examples"),

@@ -113,6 +113,7 @@ def generate(
     from symbiosis import open_model
 
     form = PromptFormat() if adapter is None else PromptFormat.load(adapter)
+    asked = [form.used(one) for one in asked]
     if chat and form.name not in ("", "chat"):
         raise UsageError(
             f"--chat: the adapter was trained on data of the form {form.name!r}, not on conversations; use --prompt"
@@ -122,7 +123,7 @@ def generate(
             f"--prompts {prompts}: the adapter was trained on data of the form {form.name!r}, not on conversations; "
             "give each prompt as a text in place of messages"
         )
-    if form.name not in ("", "alpaca") and any("instruction" in one and "prompt" not in one for one in asked):
+    if form.name not in ("", "alpaca") and any("instruction" in one for one in asked):
         raise UsageError(
             f"--prompts {prompts}: the adapter was trained on data of the form {form.name!r}, not on instructions; "
             "give each prompt as a text (prompt) in place of an instruction"

@@ -222,6 +222,12 @@ def test_prompts_are_those_of_training(tmp_path: Path) -> None:
         assert [label != IGNORED for label in example["labels"]].index(True) == len(ids)
 
 
+def test_of_a_prompt_and_an_instruction_one_is_used() -> None:
+    both = {"prompt": "a", "instruction": "add", "input": "1 2"}
+    assert PromptFormat("alpaca").used(both) == {"instruction": "add", "input": "1 2"}
+    assert PromptFormat("pairs").used(both) == PromptFormat().used(both) == {"prompt": "a"}
+
+
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
+from peft import LoraConfig
 from safetensors.torch import save_file
 
 from symbiosis.cli.folder import OPTIONS_FILE, check_same, checkpoint_in, owned
@@ -41,11 +42,14 @@ def test_an_earlier_run_is_not_overwritten(service: Service, data: Path, tmp_pat
 
 
 def test_a_run_of_another_version_of_peft_goes_on(tmp_path: Path) -> None:
-    of_before = {"peft": {"peft_version": "0.1", "r": 8, "removed": True}, "batch": 4}
-    (tmp_path / OPTIONS_FILE).write_text(json.dumps(of_before), encoding="utf-8")
-    check_same(tmp_path, {"peft": {"peft_version": "0.2", "r": 8, "added": False}, "batch": 4})
-    with pytest.raises(UsageError, match=r"the run \(r of peft was 8 and is 2\)"):
-        check_same(tmp_path, {"peft": {"peft_version": "0.2", "r": 2, "added": False}, "batch": 4})
+    config = LoraConfig(r=8)
+    before = {**config.to_dict(), "peft_version": "0.1", "removed": True}
+    del before["use_dora"], before["rank_pattern"]
+    (tmp_path / OPTIONS_FILE).write_text(json.dumps({"peft": before, "batch": 4}, default=sorted), encoding="utf-8")
+    check_same(tmp_path, {"peft": config.to_dict(), "batch": 4}, config)
+    config = LoraConfig(r=8, use_dora=True)
+    with pytest.raises(UsageError, match=r"the run \(use_dora of peft was False and is True\)"):
+        check_same(tmp_path, {"peft": config.to_dict(), "batch": 4}, config)
 
 
 class NoLoginError(Exception):
