@@ -209,8 +209,11 @@ def plan(
 
     Raises:
         PolicyError: a scheduler refused a decision of the policy.
+        UsageError: for each placement that fits, a link is missing, or the policy promises latencies that its machines
+            cannot keep.
     """
-    found = []
+    found: list[Candidate] = []
+    refused = None
     for placement in candidates(fleet, base, clients):
         memory = needs(base, tenants, placement)
         problem = fits(fleet, memory)
@@ -219,6 +222,8 @@ def plan(
             try:
                 rates = simulated(fleet, placement, base, tenants, make_policy, partial(progress, placement.text()))
             except UsageError as error:
-                problem = str(error)
+                problem, refused = str(error), error
         found.append(Candidate(placement, memory, problem, traffic(placement, base), rates))
+    if refused is not None and not any(each.rates for each in found):
+        raise refused
     return sorted(found, key=lambda each: -each.rates.score if each.rates else 1.0)

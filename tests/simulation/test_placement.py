@@ -503,6 +503,7 @@ def test_the_command(tmp_path: Path) -> None:
         (("--tenants", f"{'9' * 5000} decode"), "write numbers"),
         (("--clients", "cpu"), "--clients cpu: there is no such machine; there are gpu-0, gpu-1"),
         (("--policy", "none"), "none"),
+        (("--policy", "co-serving:slo_ms=1"), "slo_ms is 1, but one token takes"),
     ],
 )
 def test_mistakes(tmp_path: Path, options: tuple[str, ...], why: str) -> None:
