@@ -24,7 +24,7 @@ from symbiosis.core.registry import make_transport
 from symbiosis.core.share import Share
 from symbiosis.errors import ClientClosedError, ConnectionLostError, ShareError, UsageError, WireError
 from symbiosis.testing import tiny_model
-from symbiosis.transports import peer
+from symbiosis.transports import peer, stream_line
 from symbiosis.transports import share as share_module
 from symbiosis.transports.share import CHUNK, MAX_SHARE, SLOW_S, ReceivedShare, ServedShare, tensors_in
 from symbiosis.transports.sockets import resolve
@@ -85,7 +85,12 @@ async def test_a_closed_port_is_free_while_a_forked_child_lives(base: Any) -> No
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-async def test_a_dropped_connection_ends_while_a_forked_child_lives(base: Any) -> None:
+@pytest.mark.parametrize("how", ["drop", "hang up"])
+async def test_a_dropped_connection_ends_while_a_forked_child_lives(
+    base: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Also one whose end the client does not take."""
+    monkeypatch.setattr(stream_line, "GOODBYE_S", 0.01)
     async with symbiosis.Executor(base) as executor:
         listener: Any = await executor.listen(LOCAL)
         with socket.create_connection(resolve(listener.address), timeout=10) as client:
@@ -95,7 +100,7 @@ async def test_a_dropped_connection_ends_while_a_forked_child_lives(base: Any) -
                 signal.pause()
             try:
                 for line in list(listener.lines):
-                    line.drop("of a test")
+                    line.drop("of a test") if how == "drop" else line._abort_soon()
                 while await asyncio.to_thread(client.recv, 4096):  # the executor's greeting comes first
                     pass
             finally:
