@@ -216,7 +216,7 @@ class Engine:
                     reply.set_result(self._run_lone(batch, call, answer_first=answer_first))
                     return reply
                 except LayerError as error:
-                    reply.set_exception(error)
+                    reply.set_exception(copied(error))  # the traceback of this one refers to the rows, and to the reply
                     return reply
                 except ShardLostError:  # the executor closes, which ends this call
                     pass

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import logging
+import time
 import weakref
 from typing import Any
 
@@ -50,7 +51,7 @@ async def test_rows_and_results_are_freed(base: Any, how: str, max_rows: int) ->
         await until(lambda: all(gone() is None for gone in [*references, *storages]))
 
 
-@pytest.mark.parametrize("how", ["cancelled", "failed", "closed"])
+@pytest.mark.parametrize("how", ["cancelled", "failed", "failed at once", "closed"])
 async def test_rows_of_requests_without_a_result(base: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # pytest keeps log records, which refer to the traceback and so to the frames of the layer that failed.
     monkeypatch.setattr(logging.getLogger("symbiosis.executor.engine"), "disabled", True)
@@ -61,13 +62,16 @@ async def test_rows_of_requests_without_a_result(base: Any, how: str, monkeypatc
         rows = torch.ones(9, 32)
         reference = weakref.ref(rows)
         call = Call(Key((0,), Pass.FORWARD), Kind.PREFILL, (rows,))
-        if how == "failed":
+        if how.startswith("failed"):
             executor.engine.layers[0].run = explode  # type: ignore[method-assign]
+        if how == "failed at once":
+            executor.engine.scheduler.turned(time.monotonic())
         reply = channel.send(call)
+        assert reply.done() == (how == "failed at once")
         if how == "cancelled":
             channel.cancel(call)
             reply.cancel()
-        elif how == "failed":
+        elif how.startswith("failed"):
             with pytest.raises(LayerError):
                 await reply
         else:
@@ -75,7 +79,8 @@ async def test_rows_of_requests_without_a_result(base: Any, how: str, monkeypatc
             assert reply.exception() is not None
         del rows, call, reply
         await asyncio.sleep(0)
-        gc.collect()
+        if how != "failed at once":  # which leaves no cycles
+            gc.collect()
         assert reference() is None
         await client.close()
 
