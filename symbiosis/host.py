@@ -65,7 +65,8 @@ class Executor:
         base_layers: what is served: ``"linear"``, ``"mlp"``, or module names or patterns; see
             :class:`~symbiosis.executor.splitting.SplitModel`.
         device: where the base model runs; by default where it is.
-        dtype: precision in which it is served; by default the model's.
+        dtype: precision in which it is served; by default the model's. The model is converted by ``model.to(dtype)``,
+            which rounds buffers such as rotary frequencies too; :meth:`from_pretrained` keeps those in fp32.
         max_rows: largest number of rows in a batch. Larger requests are served in slices. It bounds the memory inside
             base layers that are served whole.
         max_bytes: memory that clients in other processes may take here together, in bytes; at least 96 MiB. A call for
@@ -142,7 +143,6 @@ class Executor:
         self._joint_mode = joint
         self._joint: JointDecoder | None = None
         self._closing: asyncio.Future[None] | None = None
-        self._ends = False
         self._failure: SymbiosisError | None = None
         self._closed = asyncio.Event()
 
@@ -299,12 +299,13 @@ class Executor:
         return await self.service.drain(within_s)
 
     async def close(self) -> None:
-        """Shut down. Every call that waits ends with :class:`~symbiosis.errors.ExecutorClosedError`."""
-        self._ends = True
+        """Shut down. Every call that waits ends with :class:`~symbiosis.errors.ExecutorClosedError`.
+
+        An executor that has begun to close goes on if the caller is cancelled.
+        """
         if self._closing is None:
-            await self._close(ExecutorClosedError.of(self.service.address))
-        else:
-            await asyncio.shield(self._closing)
+            self._closing = asyncio.ensure_future(self._close(ExecutorClosedError.of(self.service.address)))
+        await asyncio.shield(self._closing)
 
     async def _close(self, error: SymbiosisError) -> None:
         await self.service.close(error)
@@ -316,7 +317,7 @@ class Executor:
 
     def _lost(self, error: SymbiosisError) -> None:
         """Close, because a shard has ended."""
-        if self._closing is None and not self._ends:
+        if self._closing is None:
             self._failure = error
             self._closing = asyncio.ensure_future(self._close(error))
 

@@ -253,14 +253,14 @@ def test_event_loops(base: Any, loop: str) -> None:
 
 async def test_closing_goes_on_if_a_task_that_waits_for_it_is_cancelled(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
-        executor._closing = asyncio.create_task(asyncio.sleep(0.01))
+        await executor.listen("tcp://127.0.0.1:0")
         waits = asyncio.create_task(executor.close())
         await asyncio.sleep(0)
+        await asyncio.sleep(0)
         waits.cancel()
-        await asyncio.wait([waits, executor._closing])
+        await asyncio.wait([waits])
         assert waits.cancelled()
-        assert not executor._closing.cancelled()
-        executor._closing = None
+        await asyncio.wait_for(executor.wait_closed(), 10)
 
 
 async def test_two_executors_in_one_process() -> None:
