@@ -37,7 +37,7 @@ class Run:
 @dataclass(slots=True)
 class Wait:
     """Run nothing before time ``until`` (seconds on the executor's clock). The policy is asked again earlier if a
-    request or a client comes or goes.
+    request comes or goes, or if a client ends a walk or leaves.
 
     ``None`` waits for a change alone, which is allowed only while a client is thinking. While no client is thinking, a
     wait may last for at most :data:`MAX_WAIT_S`.

@@ -57,7 +57,8 @@ ALONE, THINKING, ELSEWHERE, PASSED_OVER = "alone", "thinking", "elsewhere", "pas
 
 
 class WaitUntil(NamedTuple):
-    """Ask again at ``time`` (seconds), or as soon as anything was reported. ``inf``: nothing is queued."""
+    """Ask again at ``time`` (seconds), or once a request comes or goes, or a client ends a walk or leaves. ``inf``:
+    nothing is queued."""
 
     time: float
 
