@@ -100,44 +100,49 @@ def main(seconds: float, folder: Path) -> None:
     with Service(folder / "model", shm, "--listen", tcp, "--keys", str(folder / "keys"), fresh=True) as service:
         process = psutil.Process(service.pid)
         began = looked = time.monotonic()
-        for _ in range(2):
-            start()
-        while time.monotonic() < began + seconds:
-            time.sleep(0.2)
-            for entry in list(workers):
-                code = entry[0].poll()
-                if code is not None:
-                    assert code == 9, entry[2].read_text()[-3000:]
-                    deaths += 1
-                    lives += entry[1].read_text()
-                    workers.remove(entry)
-                    start()
-            if time.monotonic() >= looked + 60:
-                looked += 60
-                now = lives + "".join(out.read_text() for _, out, _ in workers)
-                status = make_transport(shm).look(shm).status
-                line = {
-                    "minute": round((looked - began) / 60),
-                    "compared": now.count("c"),
-                    "vanished": now.count("v"),
-                    "lost": now.count("l"),
-                    "processes_died": deaths,
-                    "rss_mib": process.memory_info().rss >> 20,
-                    "uss_mib": process.memory_full_info().uss >> 20,
-                    "descriptors": process.num_fds(),
-                    "threads": process.num_threads(),
-                    "clients": len(status["clients"]),
-                    "held_mib": status["held_bytes"] >> 20,
-                }
-                print(json.dumps(line), flush=True)  # noqa: T201
-        for running, _, _ in workers:
-            running.kill()
-            running.wait()
+        try:
+            for _ in range(2):
+                start()
+            while time.monotonic() < began + seconds:
+                time.sleep(0.2)
+                for entry in list(workers):
+                    code = entry[0].poll()
+                    if code is not None:
+                        assert code == 9, entry[2].read_text()[-3000:]
+                        deaths += 1
+                        lives += entry[1].read_text()
+                        workers.remove(entry)
+                        start()
+                if time.monotonic() >= looked + 60:
+                    looked += 60
+                    now = lives + "".join(out.read_text() for _, out, _ in workers)
+                    status = make_transport(shm).look(shm).status
+                    line = {
+                        "minute": round((looked - began) / 60),
+                        "compared": now.count("c"),
+                        "vanished": now.count("v"),
+                        "lost": now.count("l"),
+                        "processes_died": deaths,
+                        "rss_mib": process.memory_info().rss >> 20,
+                        "uss_mib": process.memory_full_info().uss >> 20,
+                        "descriptors": process.num_fds(),
+                        "threads": process.num_threads(),
+                        "clients": len(status["clients"]),
+                        "held_mib": status["held_bytes"] >> 20,
+                    }
+                    print(json.dumps(line), flush=True)  # noqa: T201
+        finally:
+            for running, _, _ in workers:
+                running.kill()
+                running.wait()
         time.sleep(2)
         status = make_transport(shm).look(shm).status
         print(json.dumps({"clients": status["clients"], "outstanding": status["outstanding"],  # noqa: T201
                           "held_mib": status["held_bytes"] / (1 << 20), "descriptors": process.num_fds(),
                           "rss_mib": process.memory_info().rss >> 20}), flush=True)  # fmt: skip
+        assert not status["clients"]
+        assert not status["outstanding"]
+        assert "c" in lives + "".join(out.read_text() for _, out, _ in workers), "no job was compared with plain PEFT"
         assert "Traceback" not in service.log
 
 
