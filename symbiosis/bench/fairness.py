@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from statistics import median
 
 from symbiosis import Executor
-from symbiosis.bench.jobs import Tenant, now
+from symbiosis.bench.jobs import Tenant, end, now
 from symbiosis.bench.models import lora
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
@@ -125,12 +125,12 @@ class _Tenants:
                 await tenant.steps(1)
 
         tasks = [asyncio.create_task(decode_on(tenant)) for tenant in flood]
-        began = now(self._settings.device)
-        await asyncio.gather(*(tenant.steps(steps, look) for tenant in polite))
-        seconds = now(self._settings.device) - began
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            began = now(self._settings.device)
+            await asyncio.gather(*(tenant.steps(steps, look) for tenant in polite))
+            seconds = now(self._settings.device) - began
+        finally:
+            await end(tasks)
         return seconds / steps, served
 
 

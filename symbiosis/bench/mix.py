@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from symbiosis import Client, Executor
-from symbiosis.bench.jobs import Decoding, Tenant, Tuning, now, random_batch
+from symbiosis.bench.jobs import Decoding, Tenant, Tuning, end, now, random_batch
 from symbiosis.bench.models import lora
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
@@ -113,13 +113,13 @@ async def _tuning(settings: Settings, base: torch.nn.Module) -> dict[str, list[t
         async def with_tuning() -> tuple[float, float]:
             tasks = [asyncio.create_task(job.run()) for job in tuning]
             others = tenants[TUNING:]
-            await asyncio.gather(*(tenant.prefill() for tenant in others))
-            executor.reset_statistics()
-            seconds = await _steps(others, settings)
-            tuned = sum(job.tokens() for job in tuning)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            try:
+                await asyncio.gather(*(tenant.prefill() for tenant in others))
+                executor.reset_statistics()
+                seconds = await _steps(others, settings)
+                tuned = sum(job.tokens() for job in tuning)
+            finally:
+                await end(tasks)
             steps = preset.decode_steps
             return 1e3 * seconds / steps, (len(others) * steps + tuned) / seconds
 

@@ -11,7 +11,7 @@ from itertools import cycle
 import torch
 
 from symbiosis import Client, Executor
-from symbiosis.bench.jobs import Decoding, Tuning
+from symbiosis.bench.jobs import Decoding, Tuning, end
 from symbiosis.bench.models import PAPER_LORA, Preset, lora
 from symbiosis.errors import UsageError
 from symbiosis.simulation.clients import Done
@@ -83,10 +83,8 @@ class Crowd:
             seconds = now()
             jobs = [Done(tuned=job.tokens()) for _, job in self._jobs]
         finally:
-            for task in tuning:
-                task.cancel()
-            await asyncio.gather(*tuning, return_exceptions=True)
             gc.unfreeze()
+            await end(tuning)
         return outcome(texts, jobs, seconds, self._executor.statistics().mean_batch, slo)
 
 

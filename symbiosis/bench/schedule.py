@@ -105,4 +105,6 @@ def _measure(spec: str, count: int, load: str, requests: int) -> tuple[float, fl
         for request in scheduler.completed(action, seconds, now):
             answered += 1
             ask(request.client)
+    if scheduler.policy_errors:  # it was measured without the policy
+        raise scheduler.policy_errors[0]
     return (time.process_time() - began) / answered, members / batches
