@@ -111,6 +111,8 @@ def serve(
         raise UsageError(f"--peer {peer}: write vllm=PYTHON, with the Python of an environment that has vLLM")
     if peer and (varied or transport != "inproc"):
         raise UsageError("--peer compares clients in this process with LoRA; leave --varied and --transport out")
+    if transport != "inproc" and (varied or joint):
+        raise UsageError("--varied and --joint are for clients in this process; leave --transport out")
     counts = [1, 2, 4, 8, 16]
     if transport != "inproc":
         wait_passively()
@@ -247,7 +249,6 @@ def placement(
     preset: PresetOption = PresetName.M100,
     rounds: RoundsOption = 5,
     policy: PolicyOption = "opportunistic",
-    base_layers: LayersOption = "linear",
     transport: Annotated[WireName, typer.Option(help="Transport between executors and tenants: shm or tcp.")] = (
         WireName.TCP
     ),
@@ -257,7 +258,7 @@ def placement(
     """Measure tenants of one executor, of two with a half of the layers each, of two replicas and of two shards, and
     plain jobs on transformers' own tensor parallelism."""
     wait_passively()
-    _on_model(context, json, preset, rounds, policy, base_layers, "cpu", transport=transport.value, tenants=tenants)
+    _on_model(context, json, preset, rounds, policy, "linear", "cpu", transport=transport.value, tenants=tenants)
 
 
 @app.command()

@@ -105,6 +105,8 @@ async def test_no_interpreter() -> None:
         (["--peer", "other=python"], "write vllm=PYTHON"),
         (["--peer", "vllm=python", "--varied"], "leave --varied and --transport out"),
         (["--peer", "vllm=python", "--transport", "shm"], "leave --varied and --transport out"),
+        (["--varied", "--transport", "shm"], "clients in this process; leave --transport out"),
+        (["--joint", "fast", "--transport", "tcp"], "clients in this process; leave --transport out"),
     ],
 )
 def test_wrong_use(arguments: list[str], why: str) -> None:

@@ -156,8 +156,10 @@ def test_a_report_has_its_whole_command(tmp_path: Path) -> None:
     report = Report(**json.loads((tmp_path / "a.json").read_text()))
     assert report.command == f"symbiosis {command}"
     assert report.command in " ".join(done.output.split())
-    report = Report("serve", "tiny", {}, transport="shm", options={"preset": "tiny", "varied": True, "joint": ["off"]})
-    assert report.command == "symbiosis bench serve --preset tiny --transport shm --varied --joint off"
+    report = Report("serve", "tiny", {}, transport="shm", options={"preset": "tiny"})
+    assert report.command == "symbiosis bench serve --preset tiny --transport shm"
+    report = Report("serve", "tiny", {}, options={"preset": "tiny", "varied": True, "joint": ["off"]})
+    assert report.command == "symbiosis bench serve --preset tiny --varied --joint off"
 
 
 def test_plots_of_two_runs_of_one_benchmark(tmp_path: Path) -> None:
