@@ -10,8 +10,9 @@ from symbiosis.terminal.console import write_text
 
 _INTRO = """# Benchmarks
 
-Written by `make bench`. Everything is measured against plain transformers + PEFT on the same machine, interleaved in
-one run; ratios are medians of adjacent pairs. Absolute times mean little on a shared machine.
+Written by `make bench`. Times are measured in turn with those of a peer in one run: plain transformers + PEFT, another
+policy, a raw echo, or unmasked rows, as each note says. Ratios are medians over rounds. Memory is measured once, in
+processes of their own. Absolute times mean little on a shared machine.
 
 """
 
