@@ -301,9 +301,9 @@ class Executor:
     async def close(self) -> None:
         """Shut down. Every call that waits ends with :class:`~symbiosis.errors.ExecutorClosedError`.
 
-        An executor that has begun to close goes on if the caller is cancelled.
+        An executor that has begun to close goes on if the caller is cancelled, as long as the event loop runs.
         """
-        if self._closing is None:
+        if self._closing is None or self._closing.done():  # again, because it may have failed
             self._closing = asyncio.ensure_future(self._close(ExecutorClosedError.of(self.service.address)))
         await asyncio.shield(self._closing)
 

@@ -10,6 +10,7 @@ import logging
 import time
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -261,6 +262,17 @@ async def test_closing_goes_on_if_a_task_that_waits_for_it_is_cancelled(base: An
         await asyncio.wait([waits])
         assert waits.cancelled()
         await asyncio.wait_for(executor.wait_closed(), 10)
+
+
+async def test_a_close_that_has_failed_can_be_repeated(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = symbiosis.Executor(base)
+    await executor.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(executor.service, "close", Mock(side_effect=PermissionError))
+        with pytest.raises(PermissionError):
+            await executor.close()
+    await executor.close()
+    await asyncio.wait_for(executor.wait_closed(), 10)
 
 
 async def test_two_executors_in_one_process() -> None:
