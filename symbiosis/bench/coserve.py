@@ -117,8 +117,9 @@ async def _measure(
         f"{name}: {len(texts)} requests, lengths times {LENGTHS[settings.preset.name]}, by {CLIENTS} clients; {TUNING} "
         f"client that fine-tunes on {rows} tokens a step. SLO: {slo.token_ms:.0f} ms a token ({SLO_FACTOR:g} times one "
         f"client's, alone), 5 s to the first. Load: part of the {peak.tokens_per_s:.1f} tokens/s that inference gets "
-        f"without pause and without fine-tuning. Fine-tuning alone: {tuned.finetune_per_s:.1f} tokens/s. Medians of "
-        f"{settings.rounds} rounds, in each of which all take their turn; base layers {settings.base_layers!r}."
+        f"without pause and without fine-tuning. Fine-tuning alone, once before the rounds: {tuned.finetune_per_s:.1f} "
+        f"tokens/s. Medians of {settings.rounds} rounds, in each of which all take their turn; base layers "
+        f"{settings.base_layers!r}."
     )
 
 

@@ -10,9 +10,10 @@ from symbiosis.terminal.console import write_text
 
 _INTRO = """# Benchmarks
 
-Written by `make bench`. Times are measured in turn with those of a peer in one run: plain transformers + PEFT, another
-policy, a raw echo, or unmasked rows, as each note says. Ratios are medians over rounds. Memory is measured once, in
-processes of their own. Absolute times mean little on a shared machine.
+Written by `make bench`. Most times are measured in turn with those of a peer in one run, such as plain transformers +
+PEFT, another policy, a raw echo, unmasked rows or the same work alone: see the columns and notes. Ratios of times are
+medians over rounds unless a note says otherwise. `memory` and `finetune` measure memory once, in processes of their
+own. Absolute times mean little on a shared machine.
 
 """
 
