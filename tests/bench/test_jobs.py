@@ -1,4 +1,4 @@
-"""Clients that work beside what a benchmark measures, and policies that fail in one."""
+"""Clients that work beside what a benchmark measures."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import asyncio
 
 import pytest
 
-from symbiosis.bench import schedule
 from symbiosis.bench.jobs import end
-from symbiosis.core.policy import Decision, View
-from symbiosis.errors import LayerError, PolicyError
-from symbiosis.policies import NoLockstep
+from symbiosis.errors import LayerError
 
 
 async def test_a_client_that_has_failed_fails_the_benchmark() -> None:
@@ -26,13 +23,3 @@ async def test_a_client_that_has_failed_fails_the_benchmark() -> None:
         await end([busy, failed])
     assert busy.cancelled()
     await end([busy])
-
-
-async def test_a_policy_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(NoLockstep):
-        def decide(self, view: View, now: float) -> Decision:
-            raise ValueError
-
-    monkeypatch.setattr(schedule, "make_policy", lambda spec: Broken())
-    with pytest.raises(PolicyError, match="raised in decide"):
-        await schedule.schedule(policies=("broken",), counts=(2,), rounds=1, progress=lambda text: None)
