@@ -328,7 +328,7 @@ def run_all(
 
     writable(output)
     folder = output.parent / "benchmarks"
-    work = {"wire": ["wire"], "schedule": ["schedule"], "loop": ["loop"], "placement": ["placement"]}
+    work = {"wire": ["wire"], "schedule": ["schedule"]}
     for name in preset or list(PresetName):
         size = ["--preset", name.value]
         on_device = [*size, "--device", device]
@@ -337,6 +337,8 @@ def run_all(
         for benchmark, chosen in PLAYED.items():
             if name is chosen:
                 work[f"{name.value}-{benchmark}"] = [benchmark, *on_device]
+        if name is PresetName.M100:
+            work |= {f"{name.value}-{benchmark}": [benchmark, *size] for benchmark in ("loop", "placement")}
         work[f"{name.value}-privacy"] = ["privacy", *size]
         work[f"{name.value}-memory"] = ["memory", *on_device]
         work[f"{name.value}-overhead-shm"] = ["overhead", *size, "--transport", "shm"]

@@ -26,7 +26,13 @@ REQUESTS = 32
 SLO_FACTOR = 3.0
 """SLO as a multiple of the time per token of one client alone."""
 NO_SLO = SLO(1e9, 1e9)
-UNTUNED = "co-serving, no fine-tuning"
+PEERS = {
+    "temporal 64": "temporal:every=64",
+    "temporal 128": "temporal:every=128",
+    "temporal 512": "temporal:every=512",
+    "dynamic temporal": "dynamic-temporal",
+}
+"""Policies that the measured one is compared with."""
 QUIET_S = 15.0
 """Seconds for which fine-tuning is measured alone."""
 
@@ -35,8 +41,9 @@ async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tup
     """Play bursty traces at several loads while a client fine-tunes; policies are interleaved. Loads are parts of the
     tokens/s that the same clients get without pauses and without fine-tuning.
 
-    The headline ``slo_attainment`` is that of co-serving at the heaviest load of the first trace. ``finetune_kept`` is
-    its fine-tuning there, relative to fine-tuning without inference. The same of code begins with ``code_``.
+    The headline ``slo_attainment`` is that of co-serving, or of the policy in its place, at the heaviest load of the
+    first trace. ``finetune_kept`` is its fine-tuning there, relative to fine-tuning without inference. The same of code
+    begins with ``code_``.
 
     Raises:
         UsageError: the requests of the trace that are played have one arrival time, or no answer of two tokens.
@@ -93,24 +100,29 @@ async def _measure(
     peak = await _play(settings, base, "opportunistic", busy, f"{name}, inference without pause")
     slo = SLO(SLO_FACTOR * alone.token_mean, 5000.0)
     tokens = sum(text.tokens for text in texts) / (texts[-1].at - texts[0].at)
-    policies = _policies(settings.policy, slo)
+    measured = settings.policy or "co-serving"
+    untuned = f"{measured}, no fine-tuning"
+    policies = {
+        measured: settings.policy or f"co-serving:slo_ms={slo.token_ms:.3f},ttft_ms={slo.first_ms:.0f}",
+        **PEERS,
+    }
     for part in loads:
         paced = scaled(texts, speed=part * peak.tokens_per_s / tokens)
         load = ReplayedLoad(paced, clients=CLIENTS, tuning=TUNING, rows=rows)
         async with AsyncExitStack() as stack:
             crowds = {}
-            for policy, spec in {UNTUNED: policies["co-serving"], **policies}.items():
+            for policy, spec in {untuned: policies[measured], **policies}.items():
                 executor = await stack.enter_async_context(settings.executor(base, spec))
-                played = replace(load, tuning=0) if policy == UNTUNED else load
+                played = replace(load, tuning=0) if policy == untuned else load
                 crowds[policy] = await stack.enter_async_context(Crowd(executor, settings.preset, played))
             jobs = {policy: partial(crowd.play, slo, settings.says_part) for policy, crowd in crowds.items()}
             outcomes = await settings.interleaved(f"{name}, load {part:g}", jobs)
         for policy, rounds in outcomes.items():
             row = _row(f"{name} {part:g}", policy, rounds, tuned)
             report.rows.append(row)
-            if part == max(loads) and policy != UNTUNED:
+            if part == max(loads) and policy != untuned:
                 prefix = "code_" if name == "code" else ""
-                prefix += "" if policy == "co-serving" else policy.replace(" ", "_") + "_"
+                prefix += "" if policy == measured else policy.replace(" ", "_") + "_"
                 report.headline[f"{prefix}slo_attainment"] = row["SLO kept"]
                 report.headline[f"{prefix}finetune_kept"] = row["fine-tuning kept"]
     report.notes.append(
@@ -121,17 +133,6 @@ async def _measure(
         f"tokens/s. Medians of {settings.rounds} rounds, in each of which all take their turn; base layers "
         f"{settings.base_layers!r}."
     )
-
-
-def _policies(policy: str, slo: SLO) -> dict[str, str]:
-    """Return co-serving, or its replacement, and the policies that it is compared with."""
-    return {
-        "co-serving": policy or f"co-serving:slo_ms={slo.token_ms:.3f},ttft_ms={slo.first_ms:.0f}",
-        "temporal 64": "temporal:every=64",
-        "temporal 128": "temporal:every=128",
-        "temporal 512": "temporal:every=512",
-        "dynamic temporal": "dynamic-temporal",
-    }
 
 
 def _row(load: str, policy: str, played: list[LoadOutcome], tuned: LoadOutcome) -> dict[str, Any]:

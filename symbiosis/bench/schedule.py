@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import time
@@ -38,6 +39,7 @@ async def schedule(
     for turn in range(-1, rounds):
         for load, spec, count in itertools.product(LOADS, policies, counts):
             progress(f"{spec}, {load}, {count} clients: round {turn + 1} of {rounds}")
+            await asyncio.sleep(0)  # so that Ctrl-C ends the run
             seconds, batch = _measure(spec, count, load, REQUESTS if turn >= 0 else WARM_UP)
             if turn >= 0:
                 found.setdefault((load, spec, count), []).append(1e6 * seconds)

@@ -71,6 +71,7 @@ async def vllm_process(
     Raises:
         UsageError: there is no such interpreter, or vLLM does not start.
     """
+    from symbiosis.bench.cores import usable_cores
     from symbiosis.errors import UsageError
 
     options = {
@@ -83,7 +84,7 @@ async def vllm_process(
     arguments = json.dumps({"adapters": [str(folder) for folder in adapters], "options": options})
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",  # by default it leaves one core out
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, usable_cores())),  # by default it leaves one core out
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }

@@ -7,6 +7,7 @@ torch.distributed (gloo) a size and as many bytes are returned.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import mmap
 import os
@@ -46,8 +47,11 @@ async def wire(*, transports: tuple[str, ...], rounds: int, progress: Callable[[
     report = Report("wire", "", GOALS)
     for transport in transports:
         echo = {"shm": _unix_echo, "tcp": _tcp_echo, "dist": _gloo_echo}[transport]
-        with served("wire", transport, "no-lockstep", "linear") as service, echo() as send:
-            channel = make_transport(service.address).connect_blocking(service.address, "bench")
+        with (
+            served("wire", transport, "no-lockstep", "linear") as service,
+            echo() as send,
+            contextlib.closing(make_transport(service.address).connect_blocking(service.address, "bench")) as channel,
+        ):
             for size, rows in SIZES.items():
                 call = partial(channel.call, Call(_KEY, Kind.DECODE, (torch.randn(rows, WIDTH),)))
                 echoed = partial(send, 4 * rows * WIDTH)
@@ -55,6 +59,7 @@ async def wire(*, transports: tuple[str, ...], rounds: int, progress: Callable[[
                 raw: list[float] = []
                 for turn in range(-1, rounds):
                     progress(f"{transport}, {size}: round {turn + 1} of {rounds}")
+                    await asyncio.sleep(0)  # so that Ctrl-C ends the run
                     pair = _time(call, ROUND[size]), _time(echoed, ROUND[size])
                     if turn >= 0:
                         ours.append(pair[0])
@@ -72,7 +77,6 @@ async def wire(*, transports: tuple[str, ...], rounds: int, progress: Callable[[
                 report.headline[f"{transport}{suffix}_vs_echo"] = ratio(ours, raw)
                 if rows == 1:
                     report.headline[f"calls_per_s_{transport}"] = 1 / median(ours)
-            channel.close()
     report.notes.append(
         f"Medians of {rounds} rounds; a call is a synchronous client's, forward through a linear layer of {WIDTH} "
         "features in a process of its own, results copied out. The raw Unix-socket echo takes some 12 µs while the "
@@ -95,7 +99,11 @@ def _time(fn: Callable[[], object], count: int) -> float:
 @contextlib.contextmanager
 def _echo_process(code: str, *arguments: str, **options: Any) -> Iterator[None]:
     process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for this process alone
+        **options,
     )
     try:
         assert process.stdout is not None
@@ -165,9 +173,12 @@ while connected.recv_into(head, 32, socket.MSG_WAITALL) == 32:
 
 @contextlib.contextmanager
 def _tcp_echo() -> Iterator[Callable[[int], object]]:
-    process = subprocess.Popen([sys.executable, "-c", _TCP], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    with socket.create_connection(("127.0.0.1", int(process.stdout.readline()))) as connected:
+    code = [sys.executable, "-c", _TCP]
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(subprocess.Popen(code, stdout=subprocess.PIPE, start_new_session=True))
+        assert process.stdout is not None
+        address = "127.0.0.1", int(process.stdout.readline())
+        connected = stack.enter_context(socket.create_connection(address))
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         payload, back = memoryview(bytes(1 << 20)), bytearray(MESSAGE + 8 + (1 << 20))
 
@@ -179,7 +190,6 @@ def _tcp_echo() -> Iterator[Callable[[int], object]]:
             connected.recv_into(back, len(head) + size, socket.MSG_WAITALL)
 
         yield send
-    process.communicate()
 
 
 _GLOO = """
@@ -202,7 +212,7 @@ def _gloo_echo() -> Iterator[Callable[[int], object]]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "rendezvous")
-        process = subprocess.Popen([sys.executable, "-c", _GLOO, path])
+        process = subprocess.Popen([sys.executable, "-c", _GLOO, path], start_new_session=True)
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         group: Any = dist.ProcessGroupGloo(dist.FileStore(path, 2), 1, 2, options)  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,10 @@ def test_a_trace_without_a_load_is_refused(tmp_path: Path, rows: list[str], said
 
 @pytest.mark.thorough
 def test_a_trace_that_begins_with_answers_of_one_token(tmp_path: Path) -> None:
-    """The latency of one client alone comes from the answers that have one."""
-    result = command(*OPTIONS, str(trace_file(tmp_path, *(f"{at / 10},100,5" for at in range(4)), "0.4,50,30")))
+    """The latency of one client alone comes from the answers that have one. Results name the policy of --policy."""
+    trace = trace_file(tmp_path, *(f"{at / 10},100,5" for at in range(4)), "0.4,50,30")
+    found = tmp_path / "found.json"
+    result = command(*OPTIONS, str(trace), "--policy", "no-lockstep", "--json", str(found))
     assert result.exit_code == 0, result.output
+    named = [row["policy"] for row in json.loads(found.read_text())["rows"]]
+    assert named[:2] == ["no-lockstep, no fine-tuning", "no-lockstep"]

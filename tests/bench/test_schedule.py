@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from symbiosis.bench import schedule
@@ -18,3 +20,21 @@ async def test_a_policy_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(schedule, "make_policy", lambda spec: Broken())
     with pytest.raises(PolicyError, match="raised in decide"):
         await schedule.schedule(policies=("broken",), counts=(2,), rounds=1, progress=lambda text: None)
+
+
+async def test_it_ends_when_it_is_cancelled() -> None:
+    told: list[str] = []
+
+    async def main() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def progress(text: str) -> None:
+            told.append(text)
+            task.cancel()
+
+        await schedule.schedule(policies=("no-lockstep",), counts=(2,), rounds=1, progress=progress)
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(main())
+    assert len(told) == 1
