@@ -425,7 +425,7 @@ class Executor:
             seed=seed,
             device=device,
             masked=scheme is not None,
-            beside_others=lambda: len(service.clients) > 1,
+            beside_others=lambda: self.engine.scheduler.beside_others(name),
             joint=self._joint,
             apart="a privacy scheme" if scheme is not None else "a kind of its own" if kind is not None else "",
         )

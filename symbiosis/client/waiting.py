@@ -68,6 +68,7 @@ class LoopWaiter:
             )
         if owner.interrupted is not None:
             raise owner.interrupted
+        owner.choose_cores()
         stream = owner.stream
         if stream is None:
             return channel.call(call)
@@ -118,6 +119,7 @@ class ClientThread:
         self._client = client
         self._beside_others = beside_others
         self._pool: ThreadPoolExecutor | None = None
+        self._beside: bool | None = None  # during work: what `beside_others` returned when the cores were chosen
         self.interrupted: BaseException | None = None
         self.stream: RandomStream | None = None
 
@@ -131,11 +133,10 @@ class ClientThread:
             self._pool = ThreadPoolExecutor(1, f"symbiosis-{self._client}", initializer=self._started)
         with modes_aside():
             loop = asyncio.get_running_loop()
-            beside_others = self._beside_others()
-            if not beside_others:
+            if not self._beside_others():
                 end_helpers()  # of the event loop's thread, so that those of the client's thread need not sleep
             context = contextvars.copy_context()
-            work = loop.run_in_executor(self._pool, context.run, self._with_cores, beside_others, fn, args)
+            work = loop.run_in_executor(self._pool, context.run, self._with_cores, fn, args)
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
@@ -175,13 +176,22 @@ class ClientThread:
         _running.thread = self
         _running.cores = torch.get_num_threads()
 
-    def _with_cores(self, beside_others: bool, fn: Callable[..., T], args: tuple[object, ...]) -> T:
-        """Run a function. Beside other clients its operators use half of the cores, so that the event loop has the
-        other half; those of a lone client use all of them (docs/decisions/0012-cores-of-backward-threads.md)."""
-        use_cores(max(1, _running.cores // 2) if beside_others else _running.cores)
+    def choose_cores(self) -> None:
+        """Have operators on this thread use half of the cores while others are under way, so that the event loop has
+        the other half, and otherwise all of them (docs/decisions/0012-cores-of-backward-threads.md)."""
+        beside = self._beside_others()
+        if beside is not self._beside:
+            if beside:
+                end_helpers()  # so that those of the event loop's thread need not sleep
+            self._beside = beside
+            use_cores(max(1, _running.cores // 2) if beside else _running.cores)
+
+    def _with_cores(self, fn: Callable[..., T], args: tuple[object, ...]) -> T:
+        self.choose_cores()
         try:
             return fn(*args)
         except StopIteration as error:  # a future cannot have it
             raise RuntimeError(f"an operation of client {self._client!r} raised StopIteration") from error
         finally:
             end_helpers()
+            self._beside = None

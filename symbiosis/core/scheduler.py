@@ -184,6 +184,11 @@ class Scheduler:
         """
         return not self._clients.thinking and now - self._turned < TURN_S
 
+    def beside_others(self, client: str) -> bool:
+        """Return whether another client has an unanswered request or is thinking. Any thread may call this."""
+        state = self._states.get(client)
+        return state is not None and (len(self._open) > state.open or self._clients.thinking > state.thinking)
+
     def may_join(self, client: str, now: float) -> bool:
         """Return whether the policy lets a client take part in a walk with other clients now."""
         return self._faults.ask(

@@ -419,26 +419,37 @@ async def test_client_on_another_device_name(executor: symbiosis.Executor) -> No
 
 
 async def test_a_client_beside_others_uses_half_of_the_cores(executor: symbiosis.Executor) -> None:
-    """The only client uses all threads that torch has, and a client beside other clients uses half of them."""
+    """A client uses all threads that torch has while no other client is under way, and otherwise half of them. That may
+    change during a backward pass."""
     seen: list[int] = []
+
+    def look(_: object) -> None:
+        seen.append(torch.get_num_threads())
 
     class Looking(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
-            seen.append(torch.get_num_threads())
+            look(self)
             super().step(closure)
 
     torch.set_num_threads(6)
     try:
-        async with executor.client(lora(), seed=0) as client:
+        async with executor.client(lora(), seed=0) as client, executor.client() as other:
             optimizer = Looking(client.model.parameters(), lr=1e-3)
             await client.train_step(BATCH, optimizer)
-            async with executor.client():
-                await client.train_step(BATCH, optimizer)
+            loss = (await client.forward(**BATCH)).loss
+            loss.register_hook(look)
+            loss.register_hook(lambda _: executor.engine.begin_walk(other.name))
+            first = next(parameter for parameter in client.model.parameters() if parameter.requires_grad)
+            looking = first.register_hook(look)
+            await client.backward(loss)
+            looking.remove()
+            await client.train_step(BATCH, optimizer)
+            executor.engine.end_walk(other.name)
             await client.train_step(BATCH, optimizer)
         assert torch.get_num_threads() == 6
     finally:
         torch.set_num_threads(1)
-    assert seen == [6, 3, 6]
+    assert seen == [6, 6, 3, 3, 6]
 
 
 async def test_stop_iteration_on_the_clients_own_thread_is_a_runtime_error(executor: symbiosis.Executor) -> None:
