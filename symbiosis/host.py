@@ -248,7 +248,12 @@ class Executor:
         if self._shards is not None:
             loop = asyncio.get_running_loop()
             self._shards.lost = lambda error: loop.call_soon_threadsafe(self._lost, error)
-        await self.service.start()
+        try:
+            await self.service.start()
+        except BaseException:
+            if not self.service.listeners:  # it was not open before either
+                await self.close()
+            raise
         if self._shards is not None and self._shards.error is not None:
             self._lost(self._shards.error)
 

@@ -600,8 +600,10 @@ async def test_executor_lifecycle_errors(base: Any) -> None:
     async with executor:
         with pytest.raises(UsageError, match="started before"):
             await executor.start()
+        other = symbiosis.Executor(copy.deepcopy(base), name="mine")
         with pytest.raises(UsageError, match="inproc://mine is in use"):
-            await symbiosis.Executor(copy.deepcopy(base), name="mine").start()
+            await other.start()
+        await asyncio.wait_for(other.wait_closed(), 10)  # with its shards, if it has any
     await executor.close()
     with pytest.raises(ExecutorClosedError, match=r"mine.*was shut down"):
         await executor.client().open()
