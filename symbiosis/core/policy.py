@@ -103,6 +103,9 @@ class View(Protocol):
     def max_rows(self) -> int:
         """Largest number of rows in a batch."""
 
+    def part(self, key: Key) -> float:
+        """Return the part of all layers' weights (0 to 1) that a request with this key goes through."""
+
 
 class Policy(ABC):
     """Base class of batching policies. A subclass sets ``name`` and implements :meth:`decide`.

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -70,6 +70,7 @@ class Scheduler:
         policy: chooses what runs.
         layers: size of the layer table.
         max_rows: largest number of rows in a batch; larger requests are served in slices.
+        sizes: number of weights in each layer; by default all layers are equally large.
         fraction: the part (0 to 1) of a walk's work that these layers do. Latency targets of clients are multiplied by
             it.
 
@@ -77,7 +78,9 @@ class Scheduler:
         UsageError: ``max_rows`` is less than 1, or the policy belongs to another scheduler.
     """
 
-    def __init__(self, policy: Policy, *, layers: int, max_rows: int, fraction: float = 1.0) -> None:
+    def __init__(
+        self, policy: Policy, *, layers: int, max_rows: int, sizes: Sequence[int] = (), fraction: float = 1.0
+    ) -> None:
         if max_rows < 1:
             raise UsageError(f"max_rows is {max_rows}; a batch needs room for at least 1 row")
         policy.bind()
@@ -86,6 +89,8 @@ class Scheduler:
         self._lone_at_once = policy.lone_at_once
         self.layers = layers
         self.max_rows = max_rows
+        total = sum(sizes)
+        self._parts = [size / total for size in sizes] if total else [1 / layers] * layers
         self._fraction = fraction
         self.batches = 0
         self._clients = Clients()
@@ -121,6 +126,9 @@ class Scheduler:
     def outstanding(self) -> int:
         """Number of requests not yet answered, queued or running."""
         return len(self._open)
+
+    def part(self, key: Key) -> float:
+        return sum([self._parts[layer] for layer in key.layers])
 
     @property
     def walking(self) -> bool:

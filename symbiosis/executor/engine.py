@@ -83,7 +83,8 @@ class Engine:
         fraction: float = 1.0,
         compute: Compute | None = None,
     ) -> None:
-        self.scheduler = Scheduler(policy, layers=len(layers), max_rows=max_rows, fraction=fraction)
+        sizes = [layer.size for layer in layers]
+        self.scheduler = Scheduler(policy, layers=len(layers), max_rows=max_rows, sizes=sizes, fraction=fraction)
         self.counters = Counters(frozenset(number for number, layer in enumerate(layers) if layer.spec.bias))
         self.timeline: Timeline | None = None
         self.layers = layers

@@ -64,6 +64,11 @@ class BaseLayer(ABC):
         """The packed weights. Backward passes, and those in fp32, need them in the usual layout."""
         return [parameter for parameter in self.module.parameters() if isinstance(parameter, PackedWeight)]
 
+    @property
+    def size(self) -> int:
+        """Number of weights, as they are stored: four-bit ones are two in an element."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
     def norms(self) -> torch.Tensor:
         """Return the norms [o] of the rows of a linear layer's weight [o, i]."""
         raise SplitError(f"{self.spec.name} is not linear, so it has no weight with norms")

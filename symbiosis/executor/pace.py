@@ -30,9 +30,7 @@ class Pace:
     """
 
     def __init__(self, layers: Sequence[BaseLayer]) -> None:
-        self._weights = [
-            sum(one.numel() for one in layer.module.parameters()) // max(layer.spec.experts, 1) for layer in layers
-        ]
+        self._weights = [layer.size // max(layer.spec.experts, 1) for layer in layers]
         """Weights of each layer; of a bank, those of one expert."""
         self._each_s = _FIRST_S
 

@@ -143,7 +143,7 @@ class SplitModel:
         if divided := {block_of(name) for name in served} & {block_of(name) for name in {*self.order} - served}:
             raise SplitError(f"layers: {layers!r} divides {min(divided)}; serve blocks whole")
         self.elsewhere = [(layer.spec, layer.module) for layer in self.layers if layer.spec.name not in served]
-        sizes = {layer.spec.name: _elements(layer.module) for layer in self.layers}
+        sizes = {layer.spec.name: layer.size for layer in self.layers}
         self.fraction = sum(sizes[name] for name in served) / sum(sizes.values())
         self._keep(served)
         self._drop(self.elsewhere)
@@ -292,10 +292,6 @@ def _precision(model: nn.Module) -> torch.dtype | None:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def _elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _is_quantized(tensor: torch.Tensor, known: bool) -> bool:

@@ -19,11 +19,6 @@ from symbiosis.errors import UsageError
 from symbiosis.policies.opportunistic import Opportunistic
 
 
-def token_count(request: Request, layers: int) -> float:
-    """Return ``rows * layers of the key / layers``: one row through all ``layers`` of the model counts 1."""
-    return request.rows * len(request.key.layers) / layers
-
-
 class Admission(Policy):
     """Base class of wrappers. A subclass implements :meth:`hold`, :meth:`release` and :meth:`drop`.
 
@@ -175,3 +170,6 @@ class _AdmittedView:
     @property
     def max_rows(self) -> int:
         return self.real.max_rows
+
+    def part(self, key: Key) -> float:
+        return self.real.part(key)

@@ -35,7 +35,7 @@ from symbiosis.core.policy import Policy, View
 from symbiosis.core.requests import Request
 from symbiosis.core.terms import MOST_DECODED, Kind, tenant_of
 from symbiosis.errors import UsageError
-from symbiosis.policies.admission import Admission, token_count
+from symbiosis.policies.admission import Admission
 from symbiosis.policies.options import mapping, number
 
 _MAX_CLIENTS = 16384
@@ -95,8 +95,9 @@ class Fair(Admission):
 
     The tenant of a client is the part of its name before the slash, as in ``alice/notebook``. Over ``tcp://`` with keys
     this is the name of the key; otherwise it is what the client states. A token's forward walk through all layers
-    counts 1, times the weight of its kind; its backward walk counts again. A client in another process states the kind
-    itself. Its forward requests count at least as much as if their first 64 rows were output.
+    counts 1, times the weight of its kind, and each layer a part of that in proportion to its weights; its backward
+    walk counts again. A client in another process states the kind itself. Its forward requests count at least as much
+    as if their first 64 rows were output.
 
     Args:
         policy: decides about the admitted requests; opportunistic batching if None.
@@ -167,7 +168,7 @@ class Fair(Admission):
             tenant.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
-        layers, max_rows, least = view.layers, view.max_rows, self._held.least
+        max_rows, least = view.max_rows, self._held.least
         most = self._floor + self.quantum
 
         def has_room(tenant: _TenantQueue) -> bool | OrderedDict[int, Request]:
@@ -183,7 +184,7 @@ class Fair(Admission):
             request = next(iter(first.held.values()))
             if counter > self._reached:
                 self._reached = counter
-            tokens = self._weight_of(request) * token_count(request, layers)
+            tokens = self._weight_of(request) * request.rows * view.part(request.key)
             for client, part in request.clients.items():
                 tenant = self._tenant(client)
                 tenant.held.pop(request.id, None)

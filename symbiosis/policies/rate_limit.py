@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from symbiosis.core.policy import Policy, View
 from symbiosis.core.requests import Request
 from symbiosis.core.terms import tenant_of
-from symbiosis.policies.admission import Admission, token_count
+from symbiosis.policies.admission import Admission
 from symbiosis.policies.options import mapping, number
 
 _MAX_TENANTS = 4096
@@ -52,7 +52,8 @@ class RateLimit(Admission):
     Args:
         policy: decides about the admitted requests; opportunistic batching if None.
         tokens_per_s: rate of each tenant, for prompts, output and fine-tuning together. A forward walk through all
-            layers counts 1, and the backward walk counts again.
+            layers counts 1, and each layer a part of it in proportion to its number of weights; the backward walk
+            counts again.
         burst_s: size of a bucket, in seconds at that rate.
         tenants: other rates, by tenant.
 
@@ -107,7 +108,7 @@ class RateLimit(Admission):
             held = bucket.held
             while held and bucket.level > 0:
                 request = next(iter(held.values()))
-                tokens = token_count(request, view.layers)
+                tokens = request.rows * view.part(request.key)
                 for client, part in request.clients.items():
                     payer = self._bucket(client, now)
                     payer.held.pop(request.id, None)
