@@ -8,6 +8,8 @@ number. :mod:`symbiosis.client.placeholders` explains what else a VirtLayer's pl
 A parameter of either sort becomes the tenant's own copy when the tenant makes it trainable or writes to it
 (``modules_to_save``, ``bias="all"``, an unfrozen norm, a loaded adapter with biases). No other tenant sees the change.
 A parameter that is made from it (``nn.Parameter(w)``) is such a copy.
+A module that is moved or cast (``.to``) keeps placeholders, of which one number is moved. Shared values are copied to
+another device or dtype for this tenant, and are not the tenant's own.
 Writes that bypass the parameter's own methods (``.data.mul_``, a view's ``w[0].zero_()``, ``out=w``,
 ``torch._foreach_*``) are not noticed, and reach the memory that all tenants of the process share.
 """
@@ -284,6 +286,28 @@ for _name in dir(torch.Tensor):
     _writes = _name.endswith("_") and not _name.startswith("_")
     if (_writes and _name not in _KEEP) or (_name.startswith("__i") and f"__{_name[3:]}" in dir(torch.Tensor)):
         setattr(SharedParameter, _name, _in_place(_name))
+
+
+def _cast(name: str) -> Callable[..., Any]:
+    method = getattr(nn.Parameter, name)
+
+    def cast(self: SharedParameter, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is not SharedParameter or not self.is_placeholder:  # its subclass makes parts of a weight
+            return method(self, *args, **kwargs)
+        number = values_of(self)[(0,) * self.ndim]
+        result = method(number, *args, **kwargs)
+        if result is number:
+            return self
+        return result.expand(self.shape) if isinstance(result, torch.Tensor) else result
+
+    return cast
+
+
+CASTS = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"}
+"""Methods that change a dtype or a device, which a module that is cast or moved calls. Of a placeholder, they change
+one number, which is expanded to the shape again."""
+for _name in CASTS:
+    setattr(SharedParameter, _name, _cast(_name))
 
 
 def _make(data: torch.Tensor, fetch: Callable[[], torch.Tensor] | None) -> SharedParameter:

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.client.parameters import SharedParameter, values_of
+from symbiosis.client.parameters import CASTS, SharedParameter, values_of
 from symbiosis.core.requests import LayerSpec
 from symbiosis.errors import PlaceholderError
 
@@ -179,7 +179,7 @@ def introduce(weight: SharedParameter, layer: Multiplying) -> None:
 _ROWS = {"linear": 0, "matmul": 0, "linalg_matmul": 0, "mm": 0, "addmm": 1, "addmm_": 1}
 """Functions that multiply, and the index of the operand with the rows; the weight is the next operand."""
 _OPERANDS = ("input", "weight", "mat1", "mat2", "other", "bias")
-_CASTS = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "clone", "contiguous"}
+_CASTS = CASTS | {"clone", "contiguous"}
 _READS = {"item", "tolist", "numpy", "__array__", "__float__"}
 _HIDE_NAN = {
     *("sign", "sgn", "copysign", "heaviside", "fmax", "fmin"),

@@ -19,11 +19,12 @@ from transformers.pytorch_utils import Conv1D
 
 import symbiosis
 from symbiosis.client.parameters import SharedParameter
-from symbiosis.client.virtlayer import VirtLayer
+from symbiosis.client.virtlayer import VirtLayer, is_missing
 from symbiosis.errors import CannotWaitError, ClientClosedError, PlaceholderError
 from symbiosis.testing import tiny_model
 from tests.fused import LOSSES, Chunked, step
-from tests.helpers import adamw, crowd, lora
+from tests.helpers import IDS, adamw, crowd, lora
+from tests.moe import mixture
 
 I, O, N = 6, 10, 4  # in_features, out_features, rows  # noqa: E741
 
@@ -470,6 +471,26 @@ async def test_state_dicts_of_parts_have_no_placeholders(base_layers: Any, tmp_p
                 assert part.load_state_dict(state) == ([], [])
             with pytest.raises(RuntimeError, match=r"Missing key.*norm\.weight"):
                 client.model.load_state_dict({})
+
+
+@pytest.mark.parametrize("base_layers", ["linear", ["*.mlp"]])
+async def test_placeholders_stay_such_when_a_model_is_cast(base_layers: Any, tmp_path: Any) -> None:
+    """Those of a bank of experts, and those inside a module that is served whole, take no memory for their shape."""
+    model = mixture("mixtral") if base_layers == "linear" else tiny_model()
+    async with symbiosis.Executor(model, base_layers=base_layers) as executor:
+        await executor.listen(f"shm://{tmp_path}/s")
+        async with symbiosis.connect(f"shm://{tmp_path}/s") as base, base.client() as client:
+            missing = {name for name, parameter in client.model.named_parameters() if is_missing(parameter)}
+            state, logits = client.model.state_dict().keys(), (await client.forward(IDS)).logits
+            for dtype in (torch.float64, torch.float32):
+                client.model.to(dtype)
+                cast = {name: parameter for name, parameter in client.model.named_parameters() if is_missing(parameter)}
+                assert cast.keys() == missing
+                assert all(parameter.dtype is dtype for parameter in cast.values())
+                assert client.model.state_dict().keys() == state
+            assert torch.equal((await client.forward(IDS)).logits, logits)
+            with pytest.raises(PlaceholderError, match="its weights stay with the executor"):
+                next(parameter for name, parameter in cast.items() if "mlp" in name).requires_grad_(True)
 
 
 @pytest.mark.parametrize("part", ["lm_head", "mlp"])
