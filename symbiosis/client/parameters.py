@@ -186,18 +186,23 @@ nn.Parameter.__new__ = staticmethod(_new_unshared)  # type: ignore[method-assign
 
 _idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models of clients whose last forward pass of training had nothing to train."""
+_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Those that have had a forward pass of training with gradients. They may be without some for a part of a loss, as a
+reference model whose adapter is disabled."""
 
 
 def check_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Raise UsageError for an optimizer of a client's model without a trainable parameter. Its steps would do nothing,
-    and losses would not change. Serves as a pre-hook of all optimizers' steps."""
+    """Raise UsageError for an optimizer of a client's model if that model has no trainable parameter: losses would not
+    change. Serves as a pre-hook of all optimizers' steps."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter.requires_grad for parameter in parameters):
         return
-    # Trainer leaves frozen parameters out, so an optimizer of a client's model may have none at all.
-    if any(isinstance(parameter, SharedParameter) for parameter in parameters) or (not parameters and _idle):
-        _idle.clear()
-        raise UsageError(f"the optimizer has no trainable parameter: {NOTHING_TRAINS}")
+    for model in list(_idle):
+        own = set(model.parameters())
+        # Trainer leaves frozen parameters out, so an optimizer of a client's model may have none at all.
+        if _is_frozen(model) and (not parameters or not own.isdisjoint(parameters)):
+            _idle.clear()
+            raise UsageError(f"the optimizer has no trainable parameter: {NOTHING_TRAINS}")
 
 
 register_optimizer_step_pre_hook(check_trains)
@@ -207,18 +212,22 @@ register_optimizer_step_pre_hook(check_trains)
 def explain_training(model: nn.Module, output: Any) -> Any:
     """Return a model's output, changed so that training raises UsageError if no parameter of the model is trainable.
 
-    torch alone would say that the loss does not require grad. Evaluation is left alone.
+    torch alone would say that the loss does not require grad. Evaluation is left alone, and so is a model that has had
+    something to train: a loss may have a part without, such as that of a reference model whose adapter is disabled.
 
     The backward pass of the model's own loss raises UsageError. Other results may also be the inputs of what the tenant
     trains, such as a head, so their backward pass ends here, and :func:`check_trains` raises at the optimizer's step.
     """
     if not (model.training and torch.is_grad_enabled()):
         return output
-    if any(parameter.requires_grad for parameter in model.parameters()):
+    if not _is_frozen(model):
         _idle.discard(model)
+        _trained.add(model)
         return output
     _idle.add(model)
     if any(isinstance(result, torch.Tensor) and result.requires_grad for result in tree_leaves(output)):
+        _trained.add(model)
+    if model in _trained:
         return output
     loss = getattr(output, "loss", None)
 
@@ -226,22 +235,27 @@ def explain_training(model: nn.Module, output: Any) -> Any:
         if not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result
         trigger = torch.zeros((), device=result.device, requires_grad=True)
-        return _NothingTrains.apply(result, trigger, result is loss)  # type: ignore[no-untyped-call]
+        return _NothingTrains.apply(result, trigger, model if result is loss else None)  # type: ignore[no-untyped-call]
 
     return tree_map(explained, output)
 
 
+def _is_frozen(model: nn.Module) -> bool:
+    return not any(parameter.requires_grad for parameter in model.parameters())
+
+
 class _NothingTrains(torch.autograd.Function):
-    """The identity of a result. The second argument, which requires grad, makes autograd call the backward pass."""
+    """The identity of a result. The second argument, which requires grad, makes autograd call the backward pass. The
+    third one is the model if the result is its loss."""
 
     @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, _: torch.Tensor, is_loss: bool) -> torch.Tensor:
-        ctx.is_loss = is_loss
+    def forward(ctx: Any, result: torch.Tensor, _: torch.Tensor, model: nn.Module | None) -> torch.Tensor:
+        ctx.model = model
         return result.clone()
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None, None]:
-        if ctx.is_loss:
+        if ctx.model is not None and ctx.model not in _trained:
             raise UsageError(NOTHING_TRAINS)
         return None, None, None
 

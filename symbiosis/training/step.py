@@ -52,9 +52,14 @@ def training_step(model: Any, batch: Mapping[str, Any], window: int | None, prun
         prune: keep fewer activations for backward. None: True with a window, otherwise False.
 
     Raises:
-        UsageError: the window is not a whole number, the model gives no loss, nothing in it is trainable, or it cannot
-            be run in windows.
+        UsageError: the window is not a whole number, gradients are off, the model gives no loss, nothing in it is
+            trainable, or it cannot be run in windows.
     """
+    if not torch.is_grad_enabled():
+        raise UsageError(
+            "a training step needs gradients, and they are off here; call it outside torch.no_grad() and "
+            "torch.inference_mode()"
+        )
     if window is not None:
         check_window(window)
     prune = window is not None if prune is None else prune

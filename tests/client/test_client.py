@@ -113,6 +113,13 @@ async def test_a_step_that_fails_leaves_no_gradients(executor: symbiosis.Executo
         assert not torch.equal(first, before)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+async def test_a_step_without_gradients(executor: symbiosis.Executor, window: int | None) -> None:
+    async with executor.client(lora()) as client:
+        with torch.no_grad(), pytest.raises(UsageError, match=r"needs gradients, .* outside torch\.no_grad"):
+            await client.train_step(BATCH, adamw(client.model), window=window)
+
+
 async def test_an_optimizer_that_fails_leaves_no_gradients(executor: symbiosis.Executor) -> None:
     async with executor.client(lora()) as client:
         optimizer = adamw(client.model)

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 import symbiosis
 from symbiosis.client.parameters import SharedParameter, fetch_of, placeholder, shared_parameter
 from symbiosis.errors import PlaceholderError, UsageError
-from tests.helpers import BATCH, IDS, in_thread, lora
+from tests.helpers import BATCH, IDS, adamw, in_thread, lora
 
 T = TypeVar("T")
 
@@ -433,3 +433,47 @@ async def test_losses_are_left_alone(base: Any, way: str, tmp_path: Path) -> Non
     expected = base(**BATCH).loss.item()
     async with models(base, way, tmp_path) as run:
         assert await run(work) == [expected] * 4
+
+
+@pytest.mark.parametrize("way", ["joint", "shm"])
+@pytest.mark.parametrize("reference", ["disabled", "disabled, first", "a frozen adapter"])
+async def test_a_part_of_a_loss_may_have_nothing_to_train(base: Any, way: str, reference: str, tmp_path: Path) -> None:
+    """Losses such as DPO's compare the model with itself without the adapter that is trained."""
+
+    def gradients(model: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = get_peft_model(model, lora(lora_dropout=0.0)).train()
+        model.add_adapter("reference", lora(lora_dropout=0.0))
+        policy = None if "first" in reference else model(**BATCH).loss
+        if "disabled" in reference:
+            with model.disable_adapter():
+                without = model(**BATCH).loss
+        else:
+            model.set_adapter("reference", inference_mode=True)
+            without = model(**BATCH).loss
+            model.set_adapter("default")
+        ((model(**BATCH).loss if policy is None else policy) / without).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = gradients(copy.deepcopy(base))
+    async with models(base, way, tmp_path) as run:
+        found = await run(gradients)
+    assert len(expected) == 28
+    torch.testing.assert_close(found, expected)
+
+
+async def test_an_optimizer_of_a_part_that_is_frozen_again(base: Any) -> None:
+    """Its step does nothing, as in plain torch, unless nothing in the whole model is trainable."""
+    async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
+        norm = client.model.base_model.model.model.norm.weight
+        optimizer = torch.optim.SGD([norm.requires_grad_(True)])
+        norm.requires_grad_(False)
+        await client.train_step(BATCH, adamw(client.model))
+        assert optimizer.step() is None
+        with client.model.disable_adapter():
+            await client.forward(**BATCH)
+        assert optimizer.step() is None
+        client.model.requires_grad_(False)
+        assert not (await client.forward(**BATCH)).loss.requires_grad
+        with pytest.raises(UsageError, match="nothing in the model is trainable"):
+            optimizer.step()
