@@ -380,7 +380,8 @@ class Executor:
             peft_config: any PEFT configuration; None for the bare model (an adapter can be loaded later).
             name: shown in statistics and errors; must differ from the names of other clients.
             seed: starts the client's stream of random numbers (adapter initialisation, dropout, sampling). By default
-                the stream starts as a copy of torch's own.
+                the stream goes on from torch's own, which is then seeded with a number drawn from it: each client has
+                other numbers, and `torch.manual_seed` before the first client opens determines all of them.
             device: where the client's part of the model runs; by default where the base model is.
             priority: for the policy ``priority``; clients of higher priority are served first.
             slo_ms: for the policy ``co-serving``: latency target for each generated token, in milliseconds, in place

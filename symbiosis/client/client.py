@@ -114,7 +114,9 @@ class Client:
             self._requester.open(channel, LoopWaiter(self._thread))
             device = self._device or channel.device
             self._stream = RandomStream(device)
-            if self._seed is not None:
+            if self._seed is None:
+                self._stream.depart()
+            else:
                 self.manual_seed(self._seed)
             model = skeleton_for(channel, self._requester)
             self._vocabulary = vocabulary_of(model)

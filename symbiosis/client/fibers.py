@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 class RandomStream:
     """One client's random numbers, as if its job had a process of its own. Starts as a copy of torch's generators.
+    :meth:`depart` makes their numbers differ from now on.
 
     Entering and leaving copy the state of torch's CPU generator, 5 kB, which takes a microsecond. One stream is entered
     at a time in the whole process; a thread that enters waits until the thread before it has left.
@@ -79,6 +80,15 @@ class RandomStream:
         """Restart this stream, also while torch draws from it."""
         with _entered, self if self._others is None else contextlib.nullcontext():
             torch.manual_seed(seed)
+
+    def depart(self) -> None:
+        """Seed torch's own generators with a number drawn from them, so that the next stream does not repeat this one.
+        After the draw alone, it would have the same numbers, one place apart."""
+        with _entered:
+            seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=_cpu))
+            _cpu.manual_seed(seed)
+            if self._cuda is not None:
+                self._cuda.manual_seed(seed)
 
     def __enter__(self) -> None:
         self.enter()

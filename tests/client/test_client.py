@@ -225,6 +225,21 @@ async def test_seeds(executor: symbiosis.Executor) -> None:
         assert torch.equal(torch.get_rng_state(), before)
 
 
+async def test_clients_without_a_seed(executor: symbiosis.Executor) -> None:
+    """Each has numbers of its own, and torch has others, all of which follow from torch's seed."""
+
+    async def drawn() -> list[float]:
+        torch.manual_seed(3)
+        async with executor.client() as a, executor.client() as b:
+            numbers = torch.cat([await a.run(torch.rand, 9), await b.run(torch.rand, 9), torch.rand(9)])
+            return numbers.tolist()  # type: ignore[no-any-return]
+
+    numbers = await drawn()
+    assert len(set(numbers)) == 27
+    assert await drawn() == numbers
+    assert numbers[:9] == torch.rand(9, generator=torch.Generator().manual_seed(3)).tolist()
+
+
 @pytest.mark.parametrize("where", ["run", "backward"])
 async def test_seeds_in_an_operation_of_the_client(executor: symbiosis.Executor, where: str) -> None:
     """With checkpointing, the client's thread draws from the client's stream during a backward pass."""
