@@ -71,6 +71,7 @@ class Reading:
     def __init__(self, model: Any, reference: Any, settings: Settings) -> None:
         self.adapted: dict[str, tuple[Any, str]] = {}
         self._scalings: list[tuple[dict[str, Any], str, float]] = []
+        """Where the factors of the active LoRA adapters are, and their values. PEFT may write to a tensor in place."""
         self._parameters: list[tuple[dict[str, Any], str]] = []
         """Dictionaries with the parameters of the active adapters, and their names there."""
         self._buffers: list[torch.Tensor] = []
@@ -263,11 +264,11 @@ class Reading:
             self.runs_own_code = True
             self._untried.append((layer, base))
         elif isinstance(layer, lora.Linear):
-            self._scalings.append((layer.__dict__, adapter, layer.scaling[adapter]))
+            self._scalings.append((layer.__dict__, adapter, float(layer.scaling[adapter])))
             pair = layer.lora_A[adapter], layer.lora_B[adapter]
             self._parameters += [(part._parameters, "weight") for part in pair]
         elif isinstance(layer, lora.Embedding):
-            self._scalings.append((layer.__dict__, adapter, layer.scaling[adapter]))
+            self._scalings.append((layer.__dict__, adapter, float(layer.scaling[adapter])))
             self._parameters += [
                 (part._parameters, adapter) for part in (layer.lora_embedding_A, layer.lora_embedding_B)
             ]

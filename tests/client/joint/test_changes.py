@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from peft.tuners.lora import layer as lora_layer
+from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from torch.nn.utils.prune import l1_unstructured
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -254,3 +256,20 @@ async def test_what_a_tenant_does_to_its_own_model_takes_effect(change: Callable
         assert_equal(again[1], model.generate(**options))
     assert_equal(outs[0], expected_of(plain_base, 0))
     assert_equal(outs[2], expected_of(plain_base, 2))
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+async def test_an_adapter_that_peft_swaps(mode: str, tmp_path: Path) -> None:
+    """PEFT writes the factor of the new adapter into the tensor that has the old one."""
+    base = model_of("llama")
+    other = plain(copy.deepcopy(base), lora(lora_alpha=32), 7)
+    other.save_pretrained(tmp_path)
+    expected = [expected_of(base, 0), other.generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS)]
+    async with Executor(base, joint=mode) as executor:
+        async with executor.client(lora(), seed=0) as one, executor.client(lora(), seed=1) as two:
+            prepare_model_for_compiled_hotswap(two.model)
+            await ready(executor, [one, two])
+            hotswap_adapter(two.model, str(tmp_path), "default")
+            outs = await asyncio.gather(generate(one), generate(two))
+    for out, right in zip(outs, expected, strict=True):
+        assert_equal(out, right)
