@@ -21,7 +21,7 @@ from symbiosis.core.share import Share
 from symbiosis.errors import ShareError, UsageError
 from symbiosis.executor.share import public_name
 from symbiosis.testing import tiny_model
-from tests.helpers import IDS, command, lora
+from tests.helpers import IDS, command, in_thread, lora
 from tests.service import save_model
 
 
@@ -99,7 +99,8 @@ async def test_an_adapter_states_the_name(checkpoint: Path, tmp_path: Path, monk
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`:UserWarning")
 @pytest.mark.parametrize("tokens", [None, 66])
 async def test_resized_embeddings_are_saved(checkpoint: Path, tmp_path: Path, tokens: int | None) -> None:
-    """Plain PEFT finds out in the checkpoint's folder that a vocabulary was resized. The tenant has no such folder."""
+    """Plain PEFT finds out in the checkpoint's folder that a vocabulary was resized. The tenant has no such folder,
+    and asks for the embeddings of an opened model."""
     plain: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), lora(target_modules=["q_proj"]))
     plain.get_base_model().resize_token_embeddings(tokens)
     plain.save_pretrained(tmp_path / "plain")
@@ -111,8 +112,17 @@ async def test_resized_embeddings_are_saved(checkpoint: Path, tmp_path: Path, to
         ):
             client.model.get_base_model().resize_token_embeddings(tokens)
             client.save_adapter(tmp_path / "client")
-    expected, saved = (load_file(tmp_path / who / SAFETENSORS_WEIGHTS_NAME) for who in ("plain", "client"))
-    assert {name: tensor.shape for name, tensor in saved.items()} == {n: t.shape for n, t in expected.items()}
+
+        def save() -> None:
+            with symbiosis.open_model(f"shm://{tmp_path}/s") as model:
+                model.resize_token_embeddings(tokens)
+                adapted = get_peft_model(model, lora(target_modules=["q_proj"]))
+                adapted.save_pretrained(tmp_path / "opened", save_embedding_layers=tokens is not None)
+
+        await in_thread(save)
+    for who in ("client", "opened"):
+        expected, saved = (load_file(tmp_path / each / SAFETENSORS_WEIGHTS_NAME) for each in ("plain", who))
+        assert {name: tensor.shape for name, tensor in saved.items()} == {n: t.shape for n, t in expected.items()}
 
 
 async def test_two_providers_of_one_model_keep_their_names_and_tokenizers(checkpoint: Path, tmp_path: Path) -> None:
