@@ -35,8 +35,8 @@ class Backward:
 
 NOTHING_TRAINS = (
     "nothing in the model is trainable, so training would change nothing: the base model is frozen. Add an adapter "
-    "before the optimizer or trainer is made (get_peft_model(model, config), a peft_config for the client, or its "
-    "load_adapter(folder, trainable=True)), or unfreeze a part"
+    "before the optimizer or trainer is made (a peft_config for the client, or its load_adapter(folder, "
+    "trainable=True); for an opened model, get_peft_model(model, config)), or unfreeze a part"
 )
 Step = Generator[Forward | Backward, Any, float]
 """Yields operations, and returns the loss of the batch."""

@@ -27,7 +27,7 @@ from symbiosis.client.connect import new_name
 from symbiosis.client.cores import end_helpers
 from symbiosis.errors import ClientClosedError, ExecutorClosedError, SplitError, UsageError
 from symbiosis.testing import tiny_model
-from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, ia3, lora, parameters, until
+from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, ia3, lora, parameters, prefix, until
 
 
 @pytest.fixture
@@ -694,3 +694,16 @@ async def test_a_thread_while_another_model_is_compiled(base: Any, monkeypatch: 
         monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
         logits = (await client.run(torch.no_grad()(client.model), input_ids=IDS)).logits
     assert torch.equal(logits, expected)
+
+
+async def test_a_model_that_a_tenant_puts_around_the_clients(executor: symbiosis.Executor, base: Any) -> None:
+    """The client's own operations use its own model, which has no prompt. `run` calls the tenant's."""
+    options = {"input_ids": IDS, "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(copy.deepcopy(base), prefix())
+    expected = plain.eval().generate(**options)
+    async with executor.client() as client:
+        torch.manual_seed(0)
+        wrapped = peft.get_peft_model(client.model, prefix())
+        assert torch.equal(await client.run(wrapped.eval().generate, **options), expected)
+        assert torch.equal(await client.generate(**options), base.generate(**options))
