@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from symbiosis.client.client import Client
     from symbiosis.client.joint.decoder import JointDecoder
+    from symbiosis.client.waiting import ClientThread
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,8 @@ class Executor:
         self._shards = None if loaded.launch is None else Shards(split, loaded.launch)
         compute = None if self._shards is None else self._shards.run
         budget = Budget(_counted(max_bytes), return_freed)
-        self.engine = Engine(split.layers, split.device, policy, max_rows, budget, split.fraction, compute)
+        parts = split.row_parts()
+        self.engine = Engine(split.layers, split.device, policy, max_rows, budget, parts, split.fraction, compute)
         walked = split.token_layers()
         self._token_s = self.engine.time_layers(walked) if walked else 0.0
         """Seconds that one token takes in the base layers of the idle executor; 0 where that is not known."""
@@ -140,6 +142,8 @@ class Executor:
         self.service = ExecutorService(split, self.engine, budget, address, loaded.tokenizer, model_name)
         log.info("%s: %s", type(loaded.model).__name__, "; ".join(self.service.sharing.lines()))
         self._client_numbers = itertools.count(1)
+        self._at_work: set[ClientThread] = set()
+        """Threads of clients of this process that have work at the moment."""
         self._joint_mode = joint
         self._joint: JointDecoder | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -432,6 +436,7 @@ class Executor:
             device=device,
             masked=scheme is not None,
             beside_others=lambda: self.engine.scheduler.beside_others(name),
+            at_work=self._at_work,
             joint=self._joint,
             apart="a privacy scheme" if scheme is not None else "a kind of its own" if kind is not None else "",
         )

@@ -65,6 +65,7 @@ class Client:
         device: str | torch.device | None = None,
         masked: bool = False,
         beside_others: Callable[[], bool] = lambda: False,
+        at_work: set[ClientThread] | None = None,
         joint: JointDecoder | None = None,
         apart: str = "",
     ) -> None:
@@ -77,7 +78,7 @@ class Client:
         self._connecting = False
         self._channel: Channel | None = None
         self._requester = Requester(masked=masked)
-        self._thread = ClientThread(name, beside_others)
+        self._thread = ClientThread(name, beside_others, set() if at_work is None else at_work)
         self._stream: RandomStream | None = None
         self._turn = asyncio.Lock()
         self._joint = joint

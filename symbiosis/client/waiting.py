@@ -110,16 +110,23 @@ _running = _Running()
 class ClientThread:
     """A thread of one client, for work that cannot be suspended. It starts when it is first needed.
 
+    Args:
+        client: the client's name.
+        beside_others: returns whether another client of the executor is under way.
+        at_work: the threads of clients of the same executor that have work at the moment.
+
     Attributes:
         interrupted: raised by the next call from the thread, so that work that was cancelled ends; None otherwise.
         stream: the stream of random numbers that work on the thread draws from, to be left while it waits; or None.
     """
 
-    def __init__(self, client: str, beside_others: Callable[[], bool]) -> None:
+    def __init__(self, client: str, beside_others: Callable[[], bool], at_work: set[ClientThread]) -> None:
         self._client = client
         self._beside_others = beside_others
+        self._at_work = at_work
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._beside: bool | None = None  # during work: what `beside_others` returned when the cores were chosen
+        self._beside: bool | None = None  # during work: what `_is_beside` returned when the cores were chosen
         self.interrupted: BaseException | None = None
         self.stream: RandomStream | None = None
 
@@ -132,8 +139,9 @@ class ClientThread:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, f"symbiosis-{self._client}", initializer=self._started)
         with modes_aside():
-            loop = asyncio.get_running_loop()
-            if not self._beside_others():
+            self._loop = loop = asyncio.get_running_loop()
+            self._at_work.add(self)
+            if not self._is_beside():
                 end_helpers()  # of the event loop's thread, so that those of the client's thread need not sleep
             context = contextvars.copy_context()
             work = loop.run_in_executor(self._pool, context.run, self._with_cores, fn, args)
@@ -151,6 +159,7 @@ class ClientThread:
                 raise
             finally:
                 self.interrupted = None
+                self._at_work.discard(self)
 
     def with_stream(self, stream: RandomStream, fn: Callable[..., T], *args: object) -> T:
         """Run a function on this thread, with random numbers from a stream."""
@@ -176,13 +185,19 @@ class ClientThread:
         _running.thread = self
         _running.cores = torch.get_num_threads()
 
+    def _is_beside(self) -> bool:
+        return len(self._at_work) > 1 or self._beside_others()
+
     def choose_cores(self) -> None:
         """Have operators on this thread use half of the cores while others are under way, so that the event loop has
         the other half, and otherwise all of them (docs/decisions/0012-cores-of-backward-threads.md)."""
-        beside = self._beside_others()
+        beside = self._is_beside()
         if beside is not self._beside:
             if beside:
                 end_helpers()  # so that those of the event loop's thread need not sleep
+            elif self._beside:
+                assert self._loop is not None
+                self._loop.call_soon_threadsafe(end_helpers)  # those of its thread, for the same reason
             self._beside = beside
             use_cores(max(1, _running.cores // 2) if beside else _running.cores)
 

@@ -474,6 +474,32 @@ async def test_a_client_beside_others_uses_half_of_the_cores(executor: symbiosis
     assert seen == [6, 6, 3, 3, 6]
 
 
+async def test_an_optimizer_step_of_another_client_has_half_of_the_cores(executor: symbiosis.Executor) -> None:
+    seen: list[int] = []
+    begun, looked = threading.Event(), threading.Event()
+
+    class Waiting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            begun.set()
+            assert looked.wait(30)
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            seen.append(torch.get_num_threads())
+            looked.set()
+
+    torch.set_num_threads(6)
+    try:
+        async with executor.client(lora()) as one, executor.client(lora()) as other:
+            step = asyncio.create_task(one.train_step(BATCH, Waiting(one.model.parameters(), lr=1e-3)))
+            assert await asyncio.to_thread(begun.wait, 30)
+            await other.train_step(BATCH, Looking(other.model.parameters(), lr=1e-3))
+            await step
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [3]
+
+
 async def test_stop_iteration_on_the_clients_own_thread_is_a_runtime_error(executor: symbiosis.Executor) -> None:
     def exhausted(*_: object) -> None:
         next(iter(()))

@@ -372,7 +372,7 @@ class JointDecoder:
             self.channel = channel = await self._connect()
             self.device = channel.device
             self._stream = RandomStream(channel.device)
-            self._requester.open(channel, LoopWaiter(ClientThread("joint", lambda: False)))
+            self._requester.open(channel, LoopWaiter(ClientThread("joint", lambda: False, set())))
             with modes_aside():
                 model = JointModel(skeleton_for(channel, self._requester).eval())
             channel.begin_walk()
