@@ -188,6 +188,7 @@ class Calibration:
             local=True,
             joint=True,
             last=recorder.alone,
+            parts=self._apart.executor.engine.scheduler.parts,
         )
 
 

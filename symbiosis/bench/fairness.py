@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from statistics import median
 
@@ -21,7 +22,7 @@ FLOOD, POLITE = 12, 3
 """Clients of the flooding tenant; number of tenants with one client each."""
 QUANTUM = 2.0
 SIBLINGS = 3
-"""Layers of the largest request: q, k and v."""
+"""Most layers of a request: q, k and v."""
 OUTPUT_WEIGHT = 2.0
 ALONE, WITHOUT, FAIR = "alone", "without", "fair"
 
@@ -29,8 +30,7 @@ ALONE, WITHOUT, FAIR = "alone", "without", "fair"
 async def fairness(settings: Settings) -> Report:
     """Have all clients decode without pause, and compare what tenants were served with the bound of fair sharing.
 
-    The gap is the difference between two tenants' service, in weighted tokens, over any interval. The bound includes
-    requests that were running.
+    The gap is the difference between two tenants' service, as ``fair`` counts it, over any interval.
     """
     policy = settings.policy
     base = settings.base()
@@ -69,7 +69,7 @@ async def fairness(settings: Settings) -> Report:
                 "the flood's tokens for one of theirs": median(shares[what]) if what in shares else "",
             }
         )
-    bound = _bound(settings, fair.layers)
+    bound = _bound(settings, fair.parts)
     report.headline["max_gap_over_bound"] = max(_widest_gap(served) for _, served in played[FAIR]) / bound
     for what in (FAIR, WITHOUT):
         report.headline[f"polite_latency_{what}"] = ratio(times[what], times[ALONE])
@@ -86,7 +86,7 @@ class _Tenants:
     """The clients of all tenants on one executor."""
 
     def __init__(self, executor: Executor, tenants: list[Tenant], settings: Settings) -> None:
-        self.layers = len(executor.layers)
+        self.parts = executor.engine.scheduler.parts
         self._executor = executor
         self._flood, self._polite = tenants[:FLOOD], tenants[FLOOD:]
         self._settings = settings
@@ -99,7 +99,8 @@ class _Tenants:
         """Have all clients decode until the polite tenants have their tokens.
 
         Return the seconds per token of the polite tenants; and, by tenant, its weighted tokens at the beginning and
-        whenever a polite tenant got a token.
+        whenever a polite tenant got a token. If the policy does not count them, they follow from the rows of all
+        layers.
         """
         return await self._decode(self._flood)
 
@@ -111,12 +112,15 @@ class _Tenants:
         await polite[0].steps(1)
         requests = executor.statistics().requests  # of one token
         executor.reset_statistics()
+        policy = executor.engine.scheduler.policy
+        before = dict(policy.service())
         served: dict[str, list[float]] = {tenant_of(tenant.client.name): [0.0] for tenant in everyone}
 
         def look() -> None:
             tokens = dict.fromkeys(served, 0.0)
             for name, client in executor.statistics().clients.items():
                 tokens[tenant_of(name)] += OUTPUT_WEIGHT * client.rows / requests
+            tokens |= {tenant: count - before[tenant] for tenant, count in policy.service().items()}
             for tenant, count in tokens.items():
                 served[tenant].append(count)
 
@@ -134,11 +138,12 @@ class _Tenants:
         return seconds / steps, served
 
 
-def _bound(settings: Settings, layers: int) -> float:
-    """Return the largest gap that fair sharing allows, in weighted tokens."""
-    largest = max(settings.preset.prompt, OUTPUT_WEIGHT) * SIBLINGS / layers
-    under_way = 2 * OUTPUT_WEIGHT * (FLOOD + 1) / layers
-    return 2 * (QUANTUM + largest) + under_way
+def _bound(settings: Settings, parts: Sequence[float]) -> float:
+    """Return the largest gap that fair sharing allows, in weighted tokens. The last layer is the language model head,
+    which reads one row of a prompt."""
+    *others, head = parts
+    largest = max(max(settings.preset.prompt, OUTPUT_WEIGHT) * SIBLINGS * max(others), OUTPUT_WEIGHT * head)
+    return 2 * (QUANTUM + largest)
 
 
 def _widest_gap(served: dict[str, list[float]]) -> float:

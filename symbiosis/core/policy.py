@@ -104,7 +104,8 @@ class View(Protocol):
         """Largest number of rows in a batch."""
 
     def part(self, key: Key) -> float:
-        """Return the part of all layers' weights (0 to 1) that a request with this key goes through."""
+        """Return the part of a token's walk that one row of a request with this key is, by the weights that it is
+        multiplied with. A token that goes through all layers is 1."""
 
 
 class Policy(ABC):

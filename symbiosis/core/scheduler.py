@@ -70,7 +70,8 @@ class Scheduler:
         policy: chooses what runs.
         layers: size of the layer table.
         max_rows: largest number of rows in a batch; larger requests are served in slices.
-        sizes: number of weights in each layer; by default all layers are equally large.
+        parts: for each layer, the part of a token's walk that one row through it is, for one expert if it is a bank; by
+            default all layers are alike.
         fraction: the part (0 to 1) of a walk's work that these layers do. Latency targets of clients are multiplied by
             it.
 
@@ -79,7 +80,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, policy: Policy, *, layers: int, max_rows: int, sizes: Sequence[int] = (), fraction: float = 1.0
+        self, policy: Policy, *, layers: int, max_rows: int, parts: Sequence[float] = (), fraction: float = 1.0
     ) -> None:
         if max_rows < 1:
             raise UsageError(f"max_rows is {max_rows}; a batch needs room for at least 1 row")
@@ -89,8 +90,7 @@ class Scheduler:
         self._lone_at_once = policy.lone_at_once
         self.layers = layers
         self.max_rows = max_rows
-        total = sum(sizes)
-        self._parts = [size / total for size in sizes] if total else [1 / layers] * layers
+        self.parts = parts or [1 / layers] * layers
         self._fraction = fraction
         self.batches = 0
         self._clients = Clients()
@@ -128,7 +128,7 @@ class Scheduler:
         return len(self._open)
 
     def part(self, key: Key) -> float:
-        return sum([self._parts[layer] for layer in key.layers])
+        return sum([self.parts[layer] for layer in key.layers]) * (key.choices or 1)
 
     @property
     def walking(self) -> bool:

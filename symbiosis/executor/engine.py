@@ -60,6 +60,7 @@ class Engine:
         policy: chooses what runs.
         max_rows: largest number of rows in a batch.
         budget: counts the copies of packed weights in the layout of an ``nn.Linear``, which training needs.
+        parts: for each layer, the part of a token's walk that one row through it is; see :class:`Scheduler`.
         fraction: the part (0 to 1) of a walk's work that these layers do.
         compute: runs the layers of a key on rows in place of ``layers``, in an executor with shards.
 
@@ -80,11 +81,11 @@ class Engine:
         policy: Policy,
         max_rows: int,
         budget: Budget,
+        parts: Sequence[float] = (),
         fraction: float = 1.0,
         compute: Compute | None = None,
     ) -> None:
-        sizes = [layer.size for layer in layers]
-        self.scheduler = Scheduler(policy, layers=len(layers), max_rows=max_rows, sizes=sizes, fraction=fraction)
+        self.scheduler = Scheduler(policy, layers=len(layers), max_rows=max_rows, parts=parts, fraction=fraction)
         self.counters = Counters(frozenset(number for number, layer in enumerate(layers) if layer.spec.bias))
         self.timeline: Timeline | None = None
         self.layers = layers

@@ -66,7 +66,7 @@ class BaseLayer(ABC):
 
     @property
     def size(self) -> int:
-        """Number of weights, as they are stored: four-bit ones are two in an element."""
+        """Number of weights; of a bank, those of all experts."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     def norms(self) -> torch.Tensor:
@@ -134,6 +134,10 @@ class QuantizedLayer(LinearLayer):
         if not fp32:
             return (self._weight.gradient(dy),)
         return (sum(times(dy[:, outputs], rows) for outputs, rows in self._weight.blocks()),)  # type: ignore
+
+    @property
+    def size(self) -> int:
+        return self.spec.in_features * self.spec.out_features
 
     def norms(self) -> torch.Tensor:
         return torch.cat([norms(rows, 1) for _, rows in self._weight.blocks()])

@@ -269,6 +269,14 @@ class SplitModel:
             if not spec.name.startswith(whole) and (spec.experts or "expert" not in spec.name)
         ]
 
+    def row_parts(self) -> list[float]:
+        """Return, for each layer, the part of a token's walk that one row through it is, by the weights that the row is
+        multiplied with: those of one expert of a bank."""
+        weights = [layer.size // max(layer.spec.experts, 1) for layer in self.layers]
+        walked = self.token_layers() or range(len(weights))
+        whole = sum(weights[number] * max(self.layers[number].spec.choices, 1) for number in walked)
+        return [weight / whole for weight in weights]
+
     def resident(self) -> Resident:
         """Return the model and its base layers, for clients in this process."""
         return Resident(self.model, [(layer.spec, layer.module) for layer in self.layers])

@@ -51,9 +51,9 @@ class RateLimit(Admission):
 
     Args:
         policy: decides about the admitted requests; opportunistic batching if None.
-        tokens_per_s: rate of each tenant, for prompts, output and fine-tuning together. A forward walk through all
-            layers counts 1, and each layer a part of it in proportion to its number of weights; the backward walk
-            counts again.
+        tokens_per_s: rate of each tenant, for prompts, output and fine-tuning together. A token's forward walk
+            through all layers counts 1, and each layer a part of that in proportion to its weights; the backward walk
+            counts again. A prompt counts less than its tokens: the language model head computes its last row alone.
         burst_s: size of a bucket, in seconds at that rate.
         tenants: other rates, by tenant.
 

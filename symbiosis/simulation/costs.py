@@ -42,6 +42,8 @@ class Costs:
     """Whether clients decode jointly."""
     last: Container[Key] = ()
     """Keys that are requested for the last token of a prompt alone."""
+    parts: Sequence[float] = ()
+    """For each layer, the part of a token's walk that one row through it is; see :class:`Scheduler`."""
 
 
 @dataclass(frozen=True)
@@ -191,5 +193,14 @@ def roofline(gpu: str, model: str) -> Costs:
     def batch(batch: Batch, again: bool = False) -> float:
         return card.seconds(sum(math.prod(sizes[layer]) for layer in batch.key.layers), batch.rows)
 
-    text = f"{model} on {gpu} by its roofline"
-    return Costs(walk, backward(walk), len(sizes), batch, lambda kind, rows: THINK_S, OVERHEAD_S, text)
+    whole = sum(map(math.prod, sizes))
+    return Costs(
+        walk,
+        backward(walk),
+        len(sizes),
+        batch,
+        lambda kind, rows: THINK_S,
+        OVERHEAD_S,
+        f"{model} on {gpu} by its roofline",
+        parts=[math.prod(size) / whole for size in sizes],
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Request
@@ -31,6 +31,7 @@ class SimulatedExecutor:
         thread: the thread that runs batches, and chooses one when all messages that have come are handled; None if
             nothing slows batches down.
         threads: number of cores that a batch uses.
+        parts: for each layer, the part of a token's walk that one row through it is; see :class:`Scheduler`.
         fraction: the part (0 to 1) of a walk's work that its layers do.
 
     Attributes:
@@ -53,9 +54,10 @@ class SimulatedExecutor:
         local: bool = False,
         thread: Thread | None = None,
         threads: float = 1.0,
+        parts: Sequence[float] = (),
         fraction: float = 1.0,
     ) -> None:
-        self.scheduler = Scheduler(policy, layers=layers, max_rows=MAX_ROWS, fraction=fraction)
+        self.scheduler = Scheduler(policy, layers=layers, max_rows=MAX_ROWS, parts=parts, fraction=fraction)
         self.batches = self.members = 0
         self.local = local
         self.settle = self.decide

@@ -132,8 +132,8 @@ def _executor(clock: Clock, policy: Policy, fleet: Fleet, site: Site, base: Simu
     def cost(batch: Batch, again: bool) -> float:
         return base.seconds(machine, site.shards, batch)
 
-    served = [layer for layer, block in enumerate(base.of_block) if block in site.blocks]
-    fraction = base.weights(served) / base.weights(range(len(base.sizes)))
+    weights = [base.weights([layer]) if block in site.blocks else 0 for layer, block in enumerate(base.of_block)]
+    fraction = sum(weights) / base.weights(range(len(base.sizes)))
     walk = [key for key in base.walk if base.of_block[key.layers[0]] in site.blocks]
     return SimulatedExecutor(
         clock,
@@ -141,6 +141,7 @@ def _executor(clock: Clock, policy: Policy, fleet: Fleet, site: Site, base: Simu
         layers=len(base.sizes),
         cost=cost,
         overhead_s=OVERHEAD_S,
+        parts=[weight / sum(weights) for weight in weights],
         fraction=fraction,
     )
 

@@ -101,6 +101,7 @@ def replicas(costs: Costs, count: int = 1) -> Place:
                 cost=costs.batch,
                 overhead_s=costs.overhead_s,
                 local=costs.local,
+                parts=costs.parts,
             )
             for _ in range(count)
         ]

@@ -34,6 +34,7 @@ from symbiosis.modes import in_modes, modes_aside
 from symbiosis.policies import Lockstep, NoLockstep
 from symbiosis.testing import run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, in_thread, lora, until
+from tests.moe import mixture
 
 
 class Moody(Policy):
@@ -741,3 +742,26 @@ async def test_an_address_that_opens_while_the_executor_closes(base: Any) -> Non
         await asyncio.sleep(0)
     with pytest.raises(ExecutorClosedError):
         await opening
+
+
+@pytest.mark.parametrize(("architecture", "layers"), [("llama", "linear"), ("llama", "mlp"), ("mixtral", "linear")])
+async def test_a_token_that_goes_through_all_layers_counts_one(architecture: str, layers: str) -> None:
+    """MLPs that are served whole have inner layers in the table too, and a row chooses some experts of a bank."""
+    model = mixture("mixtral") if architecture == "mixtral" else tiny_model(architecture)
+    async with (
+        symbiosis.Executor(model, base_layers=layers, policy="fair+no-lockstep") as executor,
+        executor.client(name="ann") as ann,
+    ):
+        await ann.forward(input_ids=IDS)
+        head = [spec.layer for spec in executor.layers if spec.name == "lm_head"]
+        part = sum(executor.engine.scheduler.parts[number] for number in head)
+        assert part == pytest.approx(model.lm_head.weight.numel() / _multiplied(model))
+        assert executor.engine.scheduler.policy.service() == pytest.approx({"ann": IDS.numel()})
+
+
+def _multiplied(model: Any) -> int:
+    """Return the number of weights that a token is multiplied with."""
+    blocks = sum(p.numel() for name, p in model.model.layers.named_parameters() if p.ndim == 2 and "gate.w" not in name)
+    experts = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 3)
+    chosen = getattr(model.config, "num_experts_per_tok", 0) / getattr(model.config, "num_local_experts", 1)
+    return round(blocks + experts * chosen + model.lm_head.weight.numel())

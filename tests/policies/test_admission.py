@@ -73,20 +73,21 @@ def test_numbers_that_are_too_large(make: Callable[[], Policy]) -> None:
         make()
 
 
-@pytest.mark.parametrize("make", [Fair, lambda: RateLimit(tokens_per_s=1.0, burst_s=1.0)])
+@pytest.mark.parametrize("make", [Fair, lambda: RateLimit(Fair(), tokens_per_s=1.0, burst_s=1.0)])
 def test_a_row_costs_what_its_layers_weigh(make: Callable[[], Admission]) -> None:
-    """The second layer has nine times the weights of the first one, so as many rows of it cost nine times as much."""
+    """The second layer has nine times the weights of the first one, so as many rows of it cost nine times as much. In a
+    bank, a row pays for each expert that it chooses."""
     policy = make()
-    scheduler = Scheduler(policy, layers=2, max_rows=64, sizes=[100, 900])
-    for number, (client, layers) in enumerate([("small", (0,)), ("large", (1,)), ("both", (0, 1))]):
+    scheduler = Scheduler(policy, layers=2, max_rows=64, parts=[0.1, 0.9])
+    keys = {"small": Key((0,), Pass.FORWARD), "large": Key((1,), Pass.FORWARD), "both": Key((0, 1), Pass.FORWARD)}
+    keys["two experts"] = keys["small"]._replace(choices=2)
+    for number, (client, key) in enumerate(keys.items()):
         scheduler.client_joined(client, local=True)
-        scheduler.submit(Request(number, client, Key(layers, Pass.FORWARD), 10, Kind.PREFILL, 0.0))
+        scheduler.submit(Request(number, client, key, 10, Kind.PREFILL, 0.0))
         scheduler.next_action(0.0)
-    if isinstance(policy, Fair):
-        paid = policy.service()
-    else:
-        paid = {client: 1.0 - policy._bucket(client, 0.0).level for client in ("small", "large", "both")}
-    assert paid == pytest.approx({"small": 1.0, "large": 9.0, "both": 10.0})
+    assert policy.service() == pytest.approx({"small": 1.0, "large": 9.0, "both": 10.0, "two experts": 2.0})
+    if isinstance(policy, RateLimit):
+        assert [policy._bucket(client, 0.0).level for client in keys] == pytest.approx([0.0, -8.0, -9.0, -1.0])
 
 
 class TestFairConforms(_Patient):
