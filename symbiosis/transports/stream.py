@@ -62,6 +62,10 @@ class ByteStream:
         self._target: memoryview | None = None
         self._then: Callable[[], object] | None = None
 
+    def limit(self, max_bytes: int) -> None:
+        """Allow no message of more than ``max_bytes`` from now on."""
+        self._max = max_bytes
+
     def room(self) -> memoryview:
         """Return memory for the bytes that come next; at least one byte."""
         if self._start == self._end:

@@ -39,12 +39,13 @@ class StreamClient:
         self.address = address
         self._whole: deque[Message] = deque()
         self._joining = True
-        """Whether the executor may send parts of the client's share."""
+        """Whether large messages may come, and parts of the client's share."""
 
     def _use(self, joined: Joined) -> None:
         """Note what the first messages have brought."""
         self.welcome, self.share, self.look = joined
         self._joining = False
+        self._stream.limit(wire.MAX_TO_JOINED)
 
     def _take(self) -> Message | None:
         """Return the next message, when its payload has come. Raises WireError if it is malformed."""
@@ -59,7 +60,7 @@ class StreamClient:
             if found is None:
                 break
             data, size = found
-            type_, content = wire.unpack_answer(data)
+            type_, content = wire.unpack_answer(data, joined=not self._joining)
             if size:
                 self._check(type_, content, size)
                 _, view = block(size)

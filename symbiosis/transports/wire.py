@@ -1,9 +1,9 @@
 """The wire format: messages between a client and an executor, the same for every transport, without I/O.
 
 A message is a msgpack array whose first element is its :class:`Type`; ``docs/wire.md`` describes each. No received data
-is trusted: :func:`unpack` limits the size and depth of a message before parsing, and every field is checked before it
-is used. Tensors do not travel in messages; a message only says where they are. Shapes and dtypes follow from the layer
-table and do not travel, so they cannot contradict it.
+is trusted: :func:`unpack` limits the size of a message, and the length of each array and map in it before memory is
+allocated for it, and every field is checked before it is used. Tensors do not travel in messages; a message only says
+where they are. Shapes and dtypes follow from the layer table and do not travel, so they cannot contradict it.
 
 A *place* is an offset into a client's arena, in bytes, and a multiple of :data:`ALIGN`.
 """
@@ -31,7 +31,18 @@ ALIGN = 64
 MAX_TO_EXECUTOR = 64 << 10
 """Largest message to an executor, in bytes."""
 MAX_TO_CLIENT = 128 << 20
-"""Largest message to a client, in bytes: WELCOME contains the layer table and the tokenizer files."""
+"""Largest message to a client before it has joined, in bytes: WELCOME contains layer table and tokenizer files."""
+MAX_TO_JOINED = MAX_TO_EXECUTOR
+"""Largest message to a client that has joined, in bytes. A FAILED or ENDED may need 8 KiB, others less."""
+MAX_LENGTH = MAX_SIBLINGS
+"""Largest length of an array or a map in a message to an executor, or to a client that has joined: a CALL may name as
+many layers. Memory for an array is allocated before its elements have come, for up to 1,024 arrays inside one another.
+"""
+MAX_LENGTH_TO_CLIENT = 1 << 15
+"""Largest length of an array or a map in a message to a client that has not joined: of the layer table."""
+MAX_VALUES = 1 << 20
+"""Most values of all arrays and maps in a message to a client that has not joined. Each takes some 100 bytes of memory,
+and may be one byte of the message."""
 MAX_NAME = 128
 MAX_RENDEZVOUS = 4096
 """Largest value of a RENDEZVOUS, in bytes. gloo needs 170, NCCL 128."""
@@ -125,22 +136,49 @@ def error_of(name: Any = None, text: Any = "it gave no reason") -> SymbiosisErro
 def unpack(data: bytes | memoryview) -> tuple[Type, Sequence[Any]]:
     """Return the type and content of a message to an executor. Its arrays become tuples. Raises WireError if the
     message is too large or malformed."""
-    return _unpack(data, MAX_TO_EXECUTOR, False)
+    return _unpack(data, MAX_TO_EXECUTOR, MAX_LENGTH, False)
 
 
-def unpack_answer(data: bytes | memoryview) -> tuple[Type, Sequence[Any]]:
-    """Return the type and content of a message to a client. Its arrays become lists. Raises like :func:`unpack`."""
-    return _unpack(data, MAX_TO_CLIENT, True)
+def unpack_answer(data: bytes | memoryview, joined: bool = False) -> tuple[Type, Sequence[Any]]:
+    """Return the type and content of a message to a client. Its arrays become lists. Raises like :func:`unpack`.
+    ``joined`` says that the client has joined, and that no large message is due."""
+    if joined:
+        return _unpack(data, MAX_TO_JOINED, MAX_LENGTH, True)
+    return _unpack(data, MAX_TO_CLIENT, MAX_LENGTH_TO_CLIENT, True, _Count())
 
 
-def _unpack(data: bytes | memoryview, max_bytes: int, use_list: bool) -> tuple[Type, Sequence[Any]]:
+def _unpack(
+    data: bytes | memoryview, max_bytes: int, max_length: int, use_list: bool, count: _Count | None = None
+) -> tuple[Type, Sequence[Any]]:
     if len(data) > max_bytes:
         raise WireError(f"a message of {len(data)} bytes; at most {max_bytes} are allowed")
     try:
-        message = msgpack.unpackb(data, use_list=use_list, max_ext_len=0, strict_map_key=True)
+        message = msgpack.unpackb(
+            data,
+            use_list=use_list,
+            list_hook=count,
+            object_hook=count,
+            max_array_len=max_length,
+            max_map_len=max_length,
+            max_ext_len=0,
+            strict_map_key=True,
+        )
         return _TYPES[message[0]], message[1:]
     except (ValueError, TypeError, IndexError, KeyError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"{len(data)} bytes that are no message: {type(error).__name__}: {error}"[:300]) from None
+
+
+class _Count:
+    """Counts the values in arrays and maps while a message is parsed. Raises ValueError beyond MAX_VALUES."""
+
+    def __init__(self) -> None:
+        self._left = MAX_VALUES
+
+    def __call__(self, found: Any) -> Any:
+        self._left -= 1 + len(found)
+        if self._left < 0:
+            raise ValueError(f"more than {MAX_VALUES} values")
+        return found
 
 
 def read_hello(content: Sequence[Any]) -> Hello:

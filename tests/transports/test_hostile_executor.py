@@ -35,10 +35,17 @@ def another_call(line: Any, id_: int, results: Any) -> None:
     line.send(wire.pack_result(id_ + 1000), size, parts)
 
 
+def after_a_large_message(line: Any, id_: int, results: Any) -> None:
+    line.send(wire.pack(Type.PONG, bytes(wire.MAX_TO_JOINED)))
+    size, parts = payload_of(results)
+    line.send(wire.pack_result(id_), size, parts)
+
+
 ANSWERS: dict[str, Answer] = {
     "a payload of 1 TiB": lambda line, id_, results: line.send(wire.pack_result(id_), 1 << 40),
     "fewer bytes than are due": fewer_bytes,
     "results of another call": another_call,
+    "a large message before the results": after_a_large_message,
     "a chunk of a share": lambda line, id_, results: line.send(wire.pack(Type.SHARE, 0), 4, [b"abcd"]),
     "an error with a payload": lambda line, id_, results: line.send(
         wire.pack(Type.FAILED, id_, "LayerError", "no"), 4, [b"abcd"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -139,6 +142,38 @@ def test_any_content_is_a_call_or_refused(content: list[Any]) -> None:
 def test_invalid_messages(data: bytes) -> None:
     with pytest.raises(WireError):
         wire.unpack(data)
+
+
+@pytest.mark.parametrize("unpack", [wire.unpack, partial(wire.unpack_answer, joined=True)], ids=["executor", "client"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        (b"\xdd\x00\x00\xff\xff" * 1024).ljust(64 << 10, b"\0"),
+        msgpack.packb([1, {7: b"x" * 60_000}]),
+    ],
+    ids=["arrays in arrays", "a key that is a number"],
+)
+def test_a_message_that_is_refused_takes_little_memory(unpack: Callable[[bytes], Any], data: bytes) -> None:
+    """msgpack allocates an array when it has read its length. Before 1.2.3 it kept a value whose key it refuses."""
+    tracemalloc.start()
+    try:
+        for _ in range(20):
+            with pytest.raises(WireError):
+                unpack(data)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 256 << 10
+    assert peak < 4 << 20
+
+
+def test_values_of_a_large_message_are_counted() -> None:
+    array = b"\xdc\x7f\xff" + 32_767 * b"\x90"
+    assert wire.unpack_answer(b"\x92\x02" + array)[1] == [32_767 * [[]]]
+    with pytest.raises(WireError, match="more than 1048576 values"):
+        wire.unpack_answer(b"\x92\x02\xdc\x00\x28" + 40 * array)
+    with pytest.raises(WireError, match="exceeds max_array_len"):
+        wire.unpack_answer(b"\x92\x02\xdc\x80\x01" + 32_769 * b"\x90")
 
 
 @pytest.mark.parametrize("name", [*errors.__all__, "OSError", "__class__", None, 7])
