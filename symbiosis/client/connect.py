@@ -199,7 +199,7 @@ def tokenizer_of(files: Mapping[str, bytes], address: str) -> Any:
 
     Raises:
         UsageError: there are no files.
-        ShareError: transformers cannot read them, or would have to execute code among them.
+        ShareError: transformers cannot read them or would have to execute code among them, or one is no tokenizer's.
     """
     from transformers import AutoTokenizer
 
@@ -207,7 +207,8 @@ def tokenizer_of(files: Mapping[str, bytes], address: str) -> Any:
         raise UsageError(f"the executor at {address} has no tokenizer to share; load one yourself")
     with tempfile.TemporaryDirectory() as folder:
         for name in files:
-            if Path(name).suffix not in TOKENIZER_SUFFIXES:
+            # transformers would build the configuration that config.json describes, of any size.
+            if Path(name).suffix not in TOKENIZER_SUFFIXES or name.casefold() == "config.json":
                 raise ShareError(f"the executor at {address} sends {name!r}, which is no file of a tokenizer")
         try:
             for name, data in files.items():

@@ -51,7 +51,9 @@ def test_a_tokenizer(tokenizer: dict[str, bytes]) -> None:
     assert tokenizer_of(tokenizer, "shm:///x")("what is a")["input_ids"]
 
 
-@pytest.mark.parametrize("name", ["tokenization_evil.py", "vocab.pkl", "pytorch_model.bin", "weights"])
+@pytest.mark.parametrize(
+    "name", ["tokenization_evil.py", "vocab.pkl", "pytorch_model.bin", "weights", "config.json", "Config.json"]
+)
 def test_files_that_are_not_a_tokenizer(tokenizer: dict[str, bytes], name: str) -> None:
     with pytest.raises(ShareError, match="no file of a tokenizer"):
         tokenizer_of({**tokenizer, name: CODE.encode()}, "shm:///x")
