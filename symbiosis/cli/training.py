@@ -37,6 +37,7 @@ from symbiosis.cli.chats import IGNORED
 from symbiosis.cli.data import LOG_FILE, Data, PromptFormat
 from symbiosis.cli.folder import damage_of, has_checkpoint, rotate
 from symbiosis.cli.methods import lost_in_checkpoints
+from symbiosis.client.offline import without_hub
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, finite
 from symbiosis.terminal.progress import Steps
@@ -240,7 +241,7 @@ class Training:
 
     def _save(self) -> None:
         """Write the adapter to a new folder, and then move its files into place."""
-        with tempfile.TemporaryDirectory(dir=self._output, prefix=".partial-") as folder, _quiet_saves():
+        with tempfile.TemporaryDirectory(dir=self._output, prefix=".partial-") as folder, _quiet_saves(), without_hub():
             self._model.save_pretrained(folder)
             for file in Path(folder).iterdir():
                 file.replace(self._output / file.name)
@@ -338,7 +339,8 @@ class _Trainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         """Mean number of tokens in the loss of an example for validation."""
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
+        with without_hub():
+            super()._save(output_dir, state_dict)
         self._form.save(Path(output_dir or self.args.output_dir))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -471,7 +473,7 @@ def _line(entry: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _quiet_saves() -> Iterator[None]:
-    """Silence PEFT, which looks for the base model under its name when it saves."""
+    """Silence PEFT, which looks for the base model under the executor's name of it when it saves."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Could not find a config file|Unable to fetch remote file")
         yield

@@ -1,4 +1,4 @@
-"""Block requests to a hub while a client builds the model that an executor describes."""
+"""Block requests to a hub while a client builds the model that an executor describes, or saves an adapter of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _lock = threading.Lock()
 def without_hub() -> Iterator[None]:
     """Have ``huggingface_hub`` refuse every request, as with ``HF_HUB_OFFLINE=1``, while the block runs.
 
-    Some configurations of transformers name another model, and transformers asks the hub for it. The setting is one
-    for the whole process, so a download on another thread fails meanwhile.
+    Some configurations of transformers name another model, and transformers asks the hub for it. PEFT asks for the
+    model itself under the name that the executor states. The setting is one for the whole process, so a download on
+    another thread fails meanwhile.
     """
     from huggingface_hub import constants
 
