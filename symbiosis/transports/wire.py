@@ -187,7 +187,7 @@ def read_hello(content: Sequence[Any]) -> Hello:
         raise WireError("the first message is not this protocol's HELLO")
     if content[1] != VERSION or len(content) != 4:
         raise WireError(
-            f"wire format {content[1]!r}; this executor speaks {VERSION}: install the same symbiosis on both sides"
+            f"wire format {content[1]!r:.50}; this executor speaks {VERSION}: install the same symbiosis on both sides"
         )
     name = content[2]
     if name is not None and not (isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable()):

@@ -90,6 +90,13 @@ def test_invalid_terms(terms: Any, why: str) -> None:
         wire.read_hello([wire.MAGIC, wire.VERSION, "a", terms])
 
 
+def test_of_another_version_little_is_told() -> None:
+    """What a peer sends as its version is in the executor's log."""
+    with pytest.raises(WireError, match=f"this executor speaks {wire.VERSION}") as caught:
+        wire.read_hello((wire.MAGIC, "\0" * 60_000, None, {}))
+    assert len(str(caught.value)) < 200
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
     try:
