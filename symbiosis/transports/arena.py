@@ -87,6 +87,18 @@ class Arena(Memory):
             raise
 
 
+def check_sealed(descriptor: int) -> None:
+    """Raise WireError if the process that has sent a descriptor can truncate the file."""
+    import fcntl  # not on Windows
+
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:  # it is no memfd
+        seals = 0
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise WireError("the executor has sent a file that it could truncate while this client uses it")
+
+
 @lru_cache(4096)
 def spread(rows: int, columns: tuple[Columns, ...]) -> int:
     """Return the bytes that matrices take in an arena, one after another."""

@@ -5,7 +5,7 @@ and the client's share of the model in a sealed memfd that all clients map. Both
 socket. The memory has no name, and is freed when both processes have ended. The kernel tells each side when
 the other is gone.
 
-Only the owner may use the socket (mode 0600), and the executor checks the user of each connection.
+Only the owner may use the socket (mode 0600), and each side checks the user of the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import os
 import socket
 import stat
-import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -37,6 +36,7 @@ from symbiosis.transports.device import Segment
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Peer
 from symbiosis.transports.shm_client import AsyncShmConnection, BlockingShmConnection, ShmConnection, socket_path
+from symbiosis.transports.sockets import peer_of
 from symbiosis.transports.stream_line import StreamLine, StreamListener
 from symbiosis.transports.wire import Hello, Type
 
@@ -174,7 +174,7 @@ class ShmLine(StreamLine):
         self._transport = transport
         self.listener.lines.add(self)
         connected = transport.get_extra_info("socket")
-        pid, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, user = peer_of(connected)
         service, limits = self.listener.service, self.listener.limits
         self.peer = Peer(service, limits, self, ArenaCourier(self))
         if user not in (os.geteuid(), 0):

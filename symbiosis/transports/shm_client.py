@@ -19,11 +19,12 @@ import torch
 from symbiosis.core.requests import Results
 from symbiosis.errors import ConnectionLostError, RefusedError, UsageError, WireError
 from symbiosis.transports import device, wire
-from symbiosis.transports.arena import Arena, Memory, Places
+from symbiosis.transports.arena import Arena, Memory, Places, check_sealed
 from symbiosis.transports.connection import Carrier
 from symbiosis.transports.conversation import Pending
 from symbiosis.transports.device import Segment
 from symbiosis.transports.joining import ANSWER_WITHIN_S, Message, joining
+from symbiosis.transports.sockets import peer_of
 from symbiosis.transports.stream import ByteStream
 from symbiosis.transports.stream_client import AsyncStreamClient, BlockingStreamClient, StreamClient
 from symbiosis.transports.wire import CallMessage, Hello, Type
@@ -146,7 +147,7 @@ class ShmConnection(StreamClient):
     """A connection whose first messages were exchanged: the constructor blocks.
 
     Raises:
-        RefusedError: this user may not connect to the socket.
+        RefusedError: this user may not connect to the socket, or another user listens there.
         ConnectionLostError: no executor answers.
         SymbiosisError: another error of :func:`~symbiosis.transports.joining.joining`.
     """
@@ -163,6 +164,7 @@ class ShmConnection(StreamClient):
         try:
             self._socket.settimeout(ANSWER_WITHIN_S)
             self._socket.connect(path)
+            self._check_user()
             self._exchange(joining(address, hello, again))
             if self.look is None:
                 self._carry()
@@ -177,6 +179,13 @@ class ShmConnection(StreamClient):
             for descriptor in self._descriptors:
                 os.close(descriptor)
 
+    def _check_user(self) -> None:
+        """Raise RefusedError if the executor is neither this user's nor root's. It would get this client's rows. Root
+        may connect to any."""
+        own, (_, user) = os.geteuid(), peer_of(self._socket)
+        if own != 0 and user not in (own, 0):
+            raise RefusedError(f"{self.address}: user {user} listens there, and not this user ({own}) or root")
+
     def _first(self) -> Message:
         type_, content, _ = super()._first()
         return type_, content, self._descriptors
@@ -188,6 +197,8 @@ class ShmConnection(StreamClient):
         if not data:
             raise ConnectionResetError("it closed the connection")
         self._descriptors += descriptors
+        for descriptor in descriptors:
+            check_sealed(descriptor)
         data = data[1:] if descriptors else data
         room[: len(data)] = data
         self._stream.filled(len(data))

@@ -1,4 +1,4 @@
-"""TCP sockets: addresses, and how the kernel finds out that the other side is gone.
+"""Sockets: addresses, who is at the other end, and how the kernel finds out that the other side is gone.
 
 A process that ends closes its connections, which the other side sees at once. A host or a network that fails sends
 nothing; the kernel then asks (keepalive), and ends the connection when no answer comes for some time. The kernel of a
@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import struct
 from typing import NamedTuple
 
 from symbiosis.errors import ConnectionLostError, UsageError
@@ -99,3 +100,10 @@ def prepare(connected: socket.socket, lost_s: int) -> None:
         if hasattr(socket, name):
             with contextlib.suppress(OSError):
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def peer_of(connected: socket.socket) -> tuple[int, int]:
+    """Return process and user at the other end of a Unix socket: of a client that has connected, or of an executor when
+    it began to listen."""
+    pid, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user

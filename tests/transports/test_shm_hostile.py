@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import socket
 import threading
@@ -14,12 +15,10 @@ import pytest
 import torch
 
 import symbiosis
+from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import Kind
-from symbiosis.errors import (
-    ConnectionLostError,
-    RefusedError,
-)
+from symbiosis.errors import ConnectionLostError, RefusedError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.arena import Arena
 from symbiosis.transports.limits import Limits
@@ -217,9 +216,41 @@ async def test_a_frozen_executor_is_given_up(base: Any, address: str, monkeypatc
 
 
 async def test_another_user_is_refused(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.transports.shm.os.geteuid", lambda: 4711)
-    monkeypatch.setattr("symbiosis.transports.shm.struct.unpack", lambda *_: (1, 1234, 1))
+    monkeypatch.setattr("symbiosis.transports.shm.peer_of", lambda _: (1, 1234))
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         with pytest.raises(RefusedError, match="user 1234"):
             await symbiosis.connect(address).__aenter__()
+
+
+@pytest.mark.parametrize("own", [4711, 0])
+def test_another_user_that_listens_is_told_nothing(own: int, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a user could have taken a path in /tmp. Root, who could read its processes' memory, connects to all."""
+    monkeypatch.setattr("symbiosis.transports.shm_client.os.geteuid", lambda: own)
+    monkeypatch.setattr("symbiosis.transports.shm_client.peer_of", lambda _: (1, 1234))
+    monkeypatch.setattr("symbiosis.transports.stream_client.ANSWER_WITHIN_S", 0.1)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address.removeprefix("shm://"))
+        listening.listen()
+        with pytest.raises(RefusedError if own else ConnectionLostError, match="user 1234" if own else "no executor"):
+            make_transport(address, retry=0.0).look(address)
+        with listening.accept()[0] as connected:
+            assert bool(connected.recv(1)) == (own == 0)
+
+
+@pytest.mark.parametrize("which", ["arena", "share"])
+async def test_a_file_that_the_executor_could_truncate_is_refused(
+    base: Any, address: str, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = fcntl.fcntl
+
+    def unsealed(file: Any, what: int, value: int = 0) -> int:
+        skipped = what == fcntl.F_ADD_SEALS and bool(value & fcntl.F_SEAL_WRITE) == (which == "share")
+        return 0 if skipped else control(file, what, value)
+
+    monkeypatch.setattr(fcntl, "fcntl", unsealed)
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        async with symbiosis.connect(address, retry=0.0) as remote:
+            with pytest.raises(WireError, match="could truncate"):
+                await remote.client().open()
