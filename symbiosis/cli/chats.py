@@ -9,7 +9,7 @@ from symbiosis.errors import UsageError
 
 IGNORED = -100
 """Label of a token that does not count in the loss."""
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 Example = tuple[list[int], list[int]]
 """Token ids, and their labels."""
 
@@ -27,7 +27,8 @@ def chat_prompt(tokenizer: Any, messages: Messages) -> list[int]:
 
 
 def conversation(tokenizer: Any, messages: Messages, asked: int = 0) -> list[Example]:
-    """Return the examples of a conversation. What the assistant says after the first ``asked`` messages has labels.
+    """Return the examples of a conversation. What the assistant says after the first ``asked`` messages has labels,
+    apart from messages with the weight 0.
 
     That is one example, or one for each answer if the template changes messages once others follow, as some leave out
     thoughts. The prompt of an answer is then the one that :func:`chat_prompt` makes. A first message has no prompt, so
@@ -38,7 +39,11 @@ def conversation(tokenizer: Any, messages: Messages, asked: int = 0) -> list[Exa
     """
     parts = _parts(tokenizer, messages, _text(tokenizer, messages, False))
     if parts is not None:
-        answers = [index >= asked for index, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [
+            index >= asked and is_learned(message)
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
         labels = [
             token if number % 2 and answers[number // 2] else IGNORED
             for number, part in enumerate(parts)
@@ -47,11 +52,16 @@ def conversation(tokenizer: Any, messages: Messages, asked: int = 0) -> list[Exa
         return [([token for part in parts for token in part], labels)]
     examples: list[Example] = []
     for index, message in enumerate(messages):
-        if message["role"] == "assistant" and index >= asked:
+        if index >= asked and is_learned(message):
             prompt = chat_prompt(tokenizer, messages[:index]) if index else []
             said = _said(tokenizer, messages[: index + 1]) if index else []
             examples.append(([*prompt, *said], [IGNORED] * len(prompt) + said))
     return examples
+
+
+def is_learned(message: dict[str, Any]) -> bool:
+    """Return whether a message is of the assistant, and is to be learned: OpenAI's files give others the weight 0."""
+    return bool(message["role"] == "assistant" and message.get("weight", 1))
 
 
 def _said(tokenizer: Any, messages: Messages) -> list[int]:

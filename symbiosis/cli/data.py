@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from symbiosis.cli.chats import IGNORED, chat_prompt, conversation, encode, end_of_answers
+from symbiosis.cli.chats import IGNORED, chat_prompt, conversation, encode, end_of_answers, is_learned
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console
 
@@ -404,6 +404,10 @@ def _wrong_messages(messages: Any) -> str:
             if not isinstance(one, dict) or not isinstance(one.get(name), str):
                 found = repr(one.get(name)) if isinstance(one, dict) else repr(one)
                 return f'message {number}: give "{name}" as a text, not {found:.50}'
+        if one.get("weight", 1) not in (0, 1):
+            return (
+                f'message {number}: "weight" is {one["weight"]!r:.50}; give 1, or 0 for an answer that is not learned'
+            )
     return ""
 
 
@@ -415,7 +419,7 @@ def _check(place: str, record: Any, name: str) -> None:
         if wrong := _wrong_messages(messages):
             raise UsageError(f"{place}, {wrong}")
         _refuse_tools(place, record)
-        said = [one["content"].strip() for one in messages[asked:] if one["role"] == "assistant"]
+        said = [one["content"].strip() for one in messages[asked:] if is_learned(one)]
         if not said:
             raise UsageError(f"{place}: no message of the assistant, so there is nothing to learn; delete the record")
         if "" in said:

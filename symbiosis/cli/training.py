@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from peft import get_peft_model
+from rich.console import Console
 from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
@@ -117,6 +118,7 @@ class Training:
         if self._checkpoint is not None:
             before = TrainerState.load_from_json(str(self._checkpoint / "trainer_state.json"))
             if self._has_ended(self._checkpoint, before):
+                self._evaluate_last(out)
                 text = f"the run had ended after step {before.global_step}{self._early()}; adapter in {self._output}"
                 out.print(text, soft_wrap=True)
                 return 0
@@ -152,6 +154,8 @@ class Training:
                 raise
             raise UsageError(f"{ended} ({reason}); {again}") from error
         state = self._trainer.state
+        if _out_of_patience(state):  # in the step after which a signal was to stop it
+            self._watch.stopped = 0
         if self._watch.stopped:
             checkpoint = self._output / f"checkpoint-{state.global_step}"
             again = f"checkpoint in {checkpoint}; the same command with --resume continues"
@@ -238,6 +242,14 @@ class Training:
             self._model.load_adapter(str(source), self._model.active_adapter, is_trainable=True)
             self._save()
         return ended
+
+    def _evaluate_last(self, out: Console) -> None:
+        """Evaluate a run that has ended, if an error has prevented that. No other step was evaluated then."""
+        trainer, state = self._trainer, self._trainer.state
+        if trainer.eval_dataset is not None and not any("eval_loss" in entry for entry in state.log_history):
+            with Steps(out) as self._watch.steps:
+                state.best_metric = trainer.evaluate()["eval_loss"]
+            state.best_global_step = state.global_step
 
     def _save(self) -> None:
         """Write the adapter to a new folder, and then move its files into place."""
@@ -433,12 +445,12 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
         self._file.write_text("".join(map(_line, entries)), encoding="utf-8")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
-        for name, text in (("loss", "loss"), ("eval_loss", "validation loss")):
+        for name, text in (("loss", "loss"), ("grad_norm", "norm of the gradient"), ("eval_loss", "validation loss")):
             if not math.isfinite(logs.get(name, 0.0)):
                 state.log_history.pop()
                 raise _DivergedError(
                     f"the {text} of step {state.global_step} is {logs[name]}, so the run ends without an adapter; "
-                    "lower --learning-rate"
+                    "lower --learning-rate, or use a base model that is not served in float16"
                 )
         if "loss" in logs:
             self.losses += 1
@@ -456,7 +468,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.random = _random()
-        if self.signal:
+        if self.signal and state.global_step < state.max_steps:
             self.stopped = self.signal
             control.should_save = control.should_training_stop = True
 

@@ -76,6 +76,8 @@ def test_wrong_lines(tmp_path: Path, line: str, complaint: str) -> None:
         ([{"role": "user", "content": "x"}, "hi"], "line 1, message 2: give \"role\" as a text, not 'hi'"),
         ([{"role": "user", "content": "hi"}], "no message of the assistant"),
         ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": " "}], "of the assistant is empty"),
+        ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho", "weight": 0}], "nothing to learn"),
+        ([{"role": "assistant", "content": "ho", "weight": 0.5}], 'message 1: "weight" is 0.5; give 1, or 0'),
     ],
 )
 def test_wrong_conversations(tmp_path: Path, messages: Any, complaint: str) -> None:
@@ -398,6 +400,14 @@ LATEST_SYSTEM = (
     "{% for one in messages %}{% if one.role == 'user' %}[{% if loop.last %}{{ messages[0].content }} {% endif %}"
     "{{ one.content }}]{% elif one.role == 'assistant' %}{{ one.content }}<end>{% endif %}{% endfor %}"
 )
+
+
+@pytest.mark.parametrize("template", [chat_tokenizer().chat_template, LATEST_SYSTEM])
+def test_an_answer_of_weight_0_is_not_learned(template: str) -> None:
+    """The second template gives an example for each answer."""
+    messages = [{**message, "weight": 0} if message["content"] == "hello" else message for message in CHAT]
+    examples = tokenize([{"messages": messages}], templated(template), 200, "chat").examples
+    assert "".join(texts(example)[1] for example in examples) == "no<end>"
 
 
 @pytest.mark.parametrize(

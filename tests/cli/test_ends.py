@@ -66,6 +66,42 @@ def test_a_loss_that_is_no_number_ends_the_run(service: Service, data: Path, tmp
     assert not (tmp_path / "a" / "adapter_config.json").exists()
 
 
+def test_a_gradient_that_is_no_number_ends_the_run_before_its_checkpoint(
+    service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of the step is still one; the adapter would not be."""
+    step = training._Trainer.training_step
+
+    def overflows(self: Any, model: Any, *others: Any) -> Any:
+        loss = step(self, model, *others)
+        if self.state.global_step == 3:
+            next(p.grad for p in model.parameters() if p.grad is not None).fill_(math.inf)
+        return loss
+
+    monkeypatch.setattr(training._Trainer, "training_step", overflows)
+    done = command(*options(service, data, tmp_path / "a", "--steps", 4, "--every", 2))
+    assert done.exit_code == 1
+    assert "the norm of the gradient of step 4 is inf, so the run ends" in " ".join(done.output.split())
+    assert sorted(folder.name for folder in (tmp_path / "a").glob("checkpoint-*")) == ["checkpoint-2"]
+
+
+def test_a_signal_in_the_last_step_stops_nothing(
+    service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = training._Trainer.training_step
+
+    def signalled(self: Any, *arguments: Any) -> Any:
+        if self.state.global_step == 1:
+            next(one for one in self.callback_handler.callbacks if isinstance(one, training._Watch)).signal = 15
+        return step(self, *arguments)
+
+    monkeypatch.setattr(training._Trainer, "training_step", signalled)
+    done = command(*options(service, data, tmp_path / "a", "--steps", 2, "--json", tmp_path / "results.json"))
+    assert done.exit_code == 0, done.output
+    assert "stopped" not in done.output
+    assert not json.loads((tmp_path / "results.json").read_text())["stopped"]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
 def test_a_run_that_ends_in_any_error_is_not_told_as_whole(error: BaseException, tmp_path: Path) -> None:
     class Ends:
@@ -339,6 +375,27 @@ def test_a_run_without_its_first_evaluation_goes_on_with_the_same_losses(
     assert losses_in(tmp_path / "a") == losses_in(tmp_path / "b")
     saved = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in "ab"]
     assert saved[0] == saved[1]
+
+
+def test_the_last_evaluation_of_a_run_is_made_up(
+    service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = "--steps", 2, "--validation", 0.2, "--json"
+
+    def lost(*_: object, **__: object) -> None:
+        raise ConnectionLostError("the executor did not come back")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training._Trainer, "prediction_step", lost)
+        done = command(*options(service, data, tmp_path / "a", *given, tmp_path / "a.json"))
+    assert "ended in an error after step 2, without its validation" in done.output
+    done = command(*options(service, data, tmp_path / "a", *given, tmp_path / "a.json", "--resume"))
+    assert done.exit_code == 0, done.output
+    assert "the run had ended after step 2" in done.output
+    assert command(*options(service, data, tmp_path / "b", *given, tmp_path / "b.json")).exit_code == 0
+    made, whole = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
+    assert [made[name] for name in ("validation", "best_step")] == [whole[name] for name in ("validation", "best_step")]
+    assert made["best_step"] == 2
 
 
 def lose_after(patched: pytest.MonkeyPatch, steps: int) -> None:
