@@ -120,7 +120,8 @@ class _Tenants:
             tokens = dict.fromkeys(served, 0.0)
             for name, client in executor.statistics().clients.items():
                 tokens[tenant_of(name)] += OUTPUT_WEIGHT * client.rows / requests
-            tokens |= {tenant: count - before[tenant] for tenant, count in policy.service().items()}
+            counted = policy.service()
+            tokens |= {tenant: counted[tenant] - before.get(tenant, 0.0) for tenant in served if tenant in counted}
             for tenant, count in tokens.items():
                 served[tenant].append(count)
 

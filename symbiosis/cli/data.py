@@ -375,17 +375,26 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def _normal(record: Any) -> Any:
-    """Return a record without its fields that are null, and one of ShareGPT's form, with ``conversations``, as one with
-    ``messages``."""
-    if isinstance(record, dict):
-        record = {name: value for name, value in record.items() if value is not None}
+    """Return a record without its fields that are null, which those of a table have if others use them, and one of
+    ShareGPT's form, with ``conversations``, as one with ``messages``."""
+    record = _without_nulls(record)
     turns = record.get("conversations") if isinstance(record, dict) and "messages" not in record else None
     if not isinstance(turns, list) or not all(
         isinstance(one, dict) and {"from", "value"} <= one.keys() for one in turns
     ):
         return record
-    messages = [{"role": _ROLES.get(str(one["from"]), one["from"]), "content": one["value"]} for one in turns]
+    messages = [
+        {name: value for name, value in one.items() if name == "weight"}
+        | {"role": _ROLES.get(str(one["from"]), one["from"]), "content": one["value"]}
+        for one in turns
+    ]
     return {**{name: value for name, value in record.items() if name != "conversations"}, "messages": messages}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _messages(record: Record) -> tuple[Any, int]:
@@ -421,7 +430,9 @@ def _check(place: str, record: Any, name: str) -> None:
         _refuse_tools(place, record)
         said = [one["content"].strip() for one in messages[asked:] if is_learned(one)]
         if not said:
-            raise UsageError(f"{place}: no message of the assistant, so there is nothing to learn; delete the record")
+            weighted = any(one["role"] == "assistant" for one in messages[asked:])
+            what = 'only messages of "weight" 0' if weighted else "no message"
+            raise UsageError(f"{place}: {what} of the assistant, so there is nothing to learn; delete the record")
         if "" in said:
             raise UsageError(f"{place}: a message of the assistant is empty; fill it in or delete the record")
         return

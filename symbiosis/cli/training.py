@@ -118,7 +118,7 @@ class Training:
         if self._checkpoint is not None:
             before = TrainerState.load_from_json(str(self._checkpoint / "trainer_state.json"))
             if self._has_ended(self._checkpoint, before):
-                self._evaluate_last(out)
+                self._evaluate_last(self._checkpoint, out)
                 text = f"the run had ended after step {before.global_step}{self._early()}; adapter in {self._output}"
                 out.print(text, soft_wrap=True)
                 return 0
@@ -243,13 +243,14 @@ class Training:
             self._save()
         return ended
 
-    def _evaluate_last(self, out: Console) -> None:
+    def _evaluate_last(self, checkpoint: Path, out: Console) -> None:
         """Evaluate a run that has ended, if an error has prevented that. No other step was evaluated then."""
         trainer, state = self._trainer, self._trainer.state
         if trainer.eval_dataset is not None and not any("eval_loss" in entry for entry in state.log_history):
             with Steps(out) as self._watch.steps:
                 state.best_metric = trainer.evaluate()["eval_loss"]
             state.best_global_step = state.global_step
+            state.save_to_json(str(checkpoint / "trainer_state.json"))
 
     def _save(self) -> None:
         """Write the adapter to a new folder, and then move its files into place."""
@@ -449,7 +450,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
             if not math.isfinite(logs.get(name, 0.0)):
                 state.log_history.pop()
                 raise _DivergedError(
-                    f"the {text} of step {state.global_step} is {logs[name]}, so the run ends without an adapter; "
+                    f"the {text} of step {state.global_step} is {logs[name]}, so the run ends; "
                     "lower --learning-rate, or use a base model that is not served in float16"
                 )
         if "loss" in logs:

@@ -141,11 +141,11 @@ class ClientThread:
         with modes_aside():
             self._loop = loop = asyncio.get_running_loop()
             self._at_work.add(self)
-            if not self._is_beside():
-                end_helpers()  # of the event loop's thread, so that those of the client's thread need not sleep
-            context = contextvars.copy_context()
-            work = loop.run_in_executor(self._pool, context.run, self._with_cores, fn, args)
             try:
+                if not self._is_beside():
+                    end_helpers()  # of the event loop's thread, so that those of the client's thread need not sleep
+                context = contextvars.copy_context()
+                work = loop.run_in_executor(self._pool, context.run, self._with_cores, fn, args)
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
                 self.interrupted = ClientClosedError(f"this operation of client {self._client!r} was cancelled")

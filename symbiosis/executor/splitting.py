@@ -262,24 +262,32 @@ class SplitModel:
         config = getattr(self.model, "config", None)
         if config is None or config.is_encoder_decoder or config.get_text_config() is not config:
             return []
-        whole = tuple(f"{spec.name}." for spec in self.specs if not spec.linear)
+        whole = self._whole()
         return [
             spec.layer
             for spec in self.specs
-            if not spec.name.startswith(whole) and (spec.experts or "expert" not in spec.name)
+            if not spec.name.startswith(whole) and not _OF_ONE_EXPERT.search(spec.name)
         ]
+
+    def _whole(self) -> tuple[str, ...]:
+        """Return what the names of layers inside layers that are served whole begin with."""
+        return tuple(f"{spec.name}." for spec in self.specs if not spec.linear)
 
     def row_parts(self) -> list[float]:
         """Return, for each layer, the part of a token's walk that one row through it is, by the weights that the row is
         multiplied with: those of one expert of a bank."""
         weights = [layer.size // max(layer.spec.experts, 1) for layer in self.layers]
-        walked = self.token_layers() or range(len(weights))
+        walked = self.token_layers() or [spec.layer for spec in self.specs if not spec.name.startswith(self._whole())]
         whole = sum(weights[number] * max(self.layers[number].spec.choices, 1) for number in walked)
         return [weight / whole for weight in weights]
 
     def resident(self) -> Resident:
         """Return the model and its base layers, for clients in this process."""
         return Resident(self.model, [(layer.spec, layer.module) for layer in self.layers])
+
+
+_OF_ONE_EXPERT = re.compile(r"experts\.\d+\.")
+"""In the name of a layer of one of a mixture's experts. Every token goes through shared experts and banks."""
 
 
 def _precision(model: nn.Module) -> torch.dtype | None:

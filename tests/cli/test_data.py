@@ -76,7 +76,10 @@ def test_wrong_lines(tmp_path: Path, line: str, complaint: str) -> None:
         ([{"role": "user", "content": "x"}, "hi"], "line 1, message 2: give \"role\" as a text, not 'hi'"),
         ([{"role": "user", "content": "hi"}], "no message of the assistant"),
         ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": " "}], "of the assistant is empty"),
-        ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho", "weight": 0}], "nothing to learn"),
+        (
+            [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho", "weight": 0}],
+            'only messages of "weight" 0 of',
+        ),
         ([{"role": "assistant", "content": "ho", "weight": 0.5}], 'message 1: "weight" is 0.5; give 1, or 0'),
     ],
 )
@@ -110,6 +113,11 @@ def test_conversations_of_sharegpt(tmp_path: Path) -> None:
     ]
     assert read_records(write(tmp_path, {"conversations": turns, "id": 1})) == [{"id": 1, "messages": messages}]
     assert read_prompts(write(tmp_path, {"conversations": turns})) == [{"messages": messages[:2]}]
+    weights = None, None, 0, None, 1  # those of a table have nulls
+    weighted = [{**one, "weight": weight} for one, weight in zip([*turns, *turns[1:]], weights, strict=True)]
+    (found,) = read_records(write(tmp_path, {"conversations": weighted}))
+    expected = [*messages[:2], {**messages[2], "weight": 0}, messages[1], {**messages[2], "weight": 1}]
+    assert found == {"messages": expected}
     for wrong in ("hi", [{"from": "human"}], ["hi"]):
         with pytest.raises(UsageError, match=r'"conversations" \(each with "from" and "value"\)'):
             read_records(write(tmp_path, {"conversations": wrong}))

@@ -58,7 +58,7 @@ def test_a_loss_that_is_no_number_ends_the_run(service: Service, data: Path, tmp
         *options(service, data, tmp_path / "a", "--epochs", 1000, "--json", results), "--learning-rate", "1e38"
     )
     assert done.exit_code == 1
-    assert "is nan, so the run ends without an adapter; lower --learning-rate" in " ".join(done.output.split())
+    assert "is nan, so the run ends; lower --learning-rate" in " ".join(done.output.split())
     found = json.loads(results.read_text(encoding="utf-8"), parse_constant=lambda name: pytest.fail(name))
     assert found["losses"] == losses_in(tmp_path / "a")
     assert len(found["losses"]) == found["steps"] - 1 < 20

@@ -744,10 +744,13 @@ async def test_an_address_that_opens_while_the_executor_closes(base: Any) -> Non
         await opening
 
 
-@pytest.mark.parametrize(("architecture", "layers"), [("llama", "linear"), ("llama", "mlp"), ("mixtral", "linear")])
+@pytest.mark.parametrize(
+    ("architecture", "layers"), [("llama", "linear"), ("llama", "mlp"), ("mixtral", "linear"), ("qwen2-moe", "linear")]
+)
 async def test_a_token_that_goes_through_all_layers_counts_one(architecture: str, layers: str) -> None:
-    """MLPs that are served whole have inner layers in the table too, and a row chooses some experts of a bank."""
-    model = mixture("mixtral") if architecture == "mixtral" else tiny_model(architecture)
+    """MLPs that are served whole have inner layers in the table too. A row chooses some experts of a bank, and goes
+    through a shared expert too."""
+    model = tiny_model(architecture) if architecture == "llama" else mixture(architecture)
     async with (
         symbiosis.Executor(model, base_layers=layers, policy="fair+no-lockstep") as executor,
         executor.client(name="ann") as ann,
@@ -760,8 +763,10 @@ async def test_a_token_that_goes_through_all_layers_counts_one(architecture: str
 
 
 def _multiplied(model: Any) -> int:
-    """Return the number of weights that a token is multiplied with."""
-    blocks = sum(p.numel() for name, p in model.model.layers.named_parameters() if p.ndim == 2 and "gate.w" not in name)
-    experts = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 3)
-    chosen = getattr(model.config, "num_experts_per_tok", 0) / getattr(model.config, "num_local_experts", 1)
-    return round(blocks + experts * chosen + model.lm_head.weight.numel())
+    """Return the number of weights of base layers, with biases, that a token is multiplied with."""
+    named = dict(model.model.layers.named_parameters())
+    linear = [name for name, weight in named.items() if weight.ndim == 2 and ".gate." not in name]
+    single = sum(named[name].numel() for name in [*linear, *(one for one in named if one.endswith("bias"))])
+    of_expert = sum(weight[0].numel() for weight in named.values() if weight.ndim == 3)
+    chosen = getattr(model.config, "num_experts_per_tok", 0)
+    return int(single + chosen * of_expert + model.lm_head.weight.numel())
