@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -60,6 +60,8 @@ class Choice:
         self._replica: Replica | None = None
         self._device: torch.device | None = None
         self._limits: Limits | None = None
+        self._smaller: list[tuple[Replica, Limits]] = []
+        """The replicas that were passed over in this attempt because of their limits."""
         self._judged: Looks = {}
         self._checks: list[Check] = []
         self._now = now
@@ -84,7 +86,7 @@ class Choice:
         """
         if self._replica is not None and not self._moves:
             self.failed(self._replica)
-        self._replica, self._moves = None, False
+        self._replica, self._moves, self._smaller = None, False, []
         looks, self._looks = self._looks or self._addresses.looks(), None
         silent = {replica: look for replica, look in looks.items() if not isinstance(look, Look)}
         if found := ranked(self._loads(looks)):
@@ -97,6 +99,13 @@ class Choice:
         other = [RefusedError(f"{others} came back with another model; open a new client")] if others else []
         lost = ConnectionLostError("the addresses have no executor of this part of the model")
         raise together([*other, *silent.values()] or [lost])
+
+    def with_smaller_limits(self) -> Iterator[Replica]:
+        """Yield one replica to join after all candidates have failed: that with the largest limits of those that were
+        passed over because of them, if any. Its limits replace those of the executor that was joined first."""
+        if self._smaller:
+            replica, self._limits = max(self._smaller, key=lambda found: (found[1].arena_bytes, found[1].rows))
+            yield replica
 
     def _loads(self, looks: Looks) -> dict[Replica, float]:
         """Return the load of each executor of this model, or of this part of it."""
@@ -121,6 +130,7 @@ class Choice:
                 raise RefusedError(f"{replica.address} takes tensors on {device}, not on {self._device}")
             least = self._limits or limits
             if limits.rows < least.rows or limits.arena_bytes < least.arena_bytes:
+                self._smaller.append((replica, limits))
                 raise RefusedError(f"{replica.address} allows smaller calls than the executor that was joined first")
             run_checks(self._checks, connection.welcome.identity)
         except SymbiosisError:

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 from symbiosis.core.terms import NO_TERMS, Terms
@@ -149,7 +150,7 @@ class Replicas:
 def _joined(choice: Choice, join: Callable[[Replica], Callable[[Hello, bool], C]], hello: Hello, again: bool) -> C:
     """Return a connection to the first replica that can be joined. Blocks."""
     errors: list[SymbiosisError] = []
-    for replica in choice.candidates():
+    for replica in chain(choice.candidates(), choice.with_smaller_limits()):
         try:
             return choice.take(replica, join(replica)(hello, again or choice.has_share), again)
         except (SymbiosisError, OSError) as error:

@@ -275,6 +275,26 @@ async def test_a_replica_with_smaller_limits_is_passed_over(tmp_path: Path) -> N
                 await client.forward(input_ids=IDS)
 
 
+@pytest.mark.parametrize("rows", [1024, 8])
+async def test_a_client_goes_on_if_all_replicas_were_given_smaller_limits(rows: int, tmp_path: Path) -> None:
+    """It joins the one with the largest limits. A call that is too large for them is an error of its own."""
+    async with two(tmp_path) as (one, other, addresses), symbiosis.connect(addresses) as base, base.client() as client:
+        expected = (await client.forward(input_ids=IDS)).logits
+        one.limit(Limits(rows=4), 1 << 30)
+        other.limit(Limits(rows=rows), 1 << 30)
+        listener: Any = one.service.listeners[-1]
+        for line in list(listener.lines):
+            line.drop("test")
+        if rows == 8:
+            with pytest.raises(UsageError, match="the executor allows 8"):
+                await client.forward(input_ids=IDS)
+        else:
+            torch.testing.assert_close((await client.forward(input_ids=IDS)).logits, expected)
+        small = (await client.forward(input_ids=IDS[:1, :2])).logits
+        assert small.shape[1] == 2
+        assert other.service.clients
+
+
 async def test_a_fingerprint_of_another_executor_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An executor that states the fingerprint of another one, with another layer table, is not used."""
     for place in (0, 1):
