@@ -309,9 +309,10 @@ class Counters:
                 same.wait_s + layer.wait_s,
             )
         tenants: dict[str, _ClientCounts] = {}
+        most = MAX_CLIENTS + MAX_LEFT + 1  # the two tables have no more; the last one is OTHER
         for part in (self._left, self.clients):
             for name, client in part.items():
-                _of_tenant(tenants, name, MAX_CLIENTS).add(client)
+                _of_tenant(tenants, name, most).add(client)
         kept: Counter[str] = Counter()
         missed: Counter[str] = Counter()
         for sign, counted in ((1, slo), (-1, self.slo_before)):  # a policy may move counts from a client to its tenant

@@ -34,6 +34,19 @@ def test_a_busy_client_keeps_its_counts_beside_many_short_ones(monkeypatch: pyte
     assert {name: client.requests for name, client in found.items()} == {"c8": 1, "alice/job": 10, "c9": 1}
 
 
+def test_tenants_that_work_now_have_counts_of_their_own_beside_those_that_have_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("symbiosis.executor.counters.MAX_CLIENTS", 3)
+    monkeypatch.setattr("symbiosis.executor.counters.MAX_LEFT", 2)
+    counters = Counters()
+    for number in range(10):
+        request = Request(number, f"t{number}", Key((0,), Pass.FORWARD), 1, Kind.PREFILL, 0.0)
+        counters.count(Batch(request.key, [Slice(request, 0, 1)], "full", 1), [request], 0.25, 0.5)
+    found = {name: tenant.requests for name, tenant in counters.snapshot(["layer"], {}).tenants.items()}
+    assert found == {"t0": 1, "t1": 1, "other": 5, "t7": 1, "t8": 1, "t9": 1}
+
+
 async def test_counting_from_zero_keeps_the_load() -> None:
     """Tenants choose replicas by it."""
     async with Executor(tiny_model()) as executor:
