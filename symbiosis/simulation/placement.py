@@ -171,9 +171,11 @@ def needs(base: SimulatedModel, tenants: TenantWork, placement: Placement) -> di
 
     Weights and caches follow from the shape. Activations are an estimate: the tensors that a block of a Llama model in
     bf16 keeps for a backward pass, without attention scores. An adapter of a tenant that fine-tunes counts four times,
-    in fp32, for its gradients and Adam's moments.
+    in fp32, for its gradients and Adam's moments. The embedding is on the first device of each executor, which gives it
+    to tenants, and once more where clients compute.
     """
     shape = base.shape
+    embedding = float(BYTES * shape.hidden * shape.vocabulary)
     found: dict[str, list[dict[str, float]]] = {}
     widest = max(into + out for into, out in base.sizes)
     homes = []
@@ -187,6 +189,7 @@ def needs(base: SimulatedModel, tenants: TenantWork, placement: Placement) -> di
             rows = min(max(decoded, tenants.rows * tuned), MAX_ROWS)
             device = {"weights": BYTES * weights / site.shards, "rows": float(BYTES * rows * widest)}
             devices += [dict(device) for _ in range(site.shards)]
+            devices[-site.shards]["embedding"] = embedding
     if placement.clients is not None:
         devices = found.setdefault(placement.clients, [])
         homes.append((placement.clients, 0))
@@ -196,8 +199,9 @@ def needs(base: SimulatedModel, tenants: TenantWork, placement: Placement) -> di
     cache = 2 * BYTES * shape.kv * shape.blocks
     for number, (name, index) in enumerate(homes):
         decode, finetune = (len(range(number, all_, len(homes))) for all_ in (tenants.decode, tenants.finetune))
-        found[name][index] |= {
-            "embedding": float(BYTES * shape.hidden * shape.vocabulary),
+        held = found[name][index]
+        held |= {
+            "embedding": held.get("embedding", 0.0) + embedding,
             "caches": float(decode * tenants.context * cache),
             "activations": float(finetune * tenants.rows * BYTES * base.kept * shape.blocks),
             "adapters": float(4 * lora * (decode + 4 * finetune)),

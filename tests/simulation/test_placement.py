@@ -215,7 +215,8 @@ def test_placements_serve_all(policy: type[Policy]) -> None:
 
 
 def test_what_devices_hold() -> None:
-    """Parts, shards and replicas hold what the model and its tenants have, once each."""
+    """Parts, shards and replicas hold what the model and its tenants have, once each, and the embedding once for each
+    executor and each place of clients."""
     base, tenants = SimulatedModel.of(SMALL), TenantWork(6, 2, 100, 32, 8)
     fleet = read_fleet({"machines": {"a": {"gpu": "a100", "devices": 2, "count": 2}}, "links": [{"gbit_per_s": 1}]})
     all_weights = 2 * base.weights(range(len(base.sizes)))
@@ -230,7 +231,7 @@ def test_what_devices_hold() -> None:
         assert total["weights"] == pytest.approx(all_weights * replicas)
         assert total["caches"] == 6 * 100 * 2 * 2 * 32 * 4
         assert total["adapters"] == 4 * lora * (6 + 4 * 2)
-        assert total["embedding"] == 2 * 64 * 1000 * replicas
+        assert total["embedding"] == 2 * 64 * 1000 * (len(placement.sites()) + replicas)
         assert fits(fleet, needed) is None
 
 
@@ -537,7 +538,7 @@ def test_simulate_on_a_placement(tmp_path: Path) -> None:
     [
         ('machine = "gpu-0"\n[[executors]]\nmachine = "gpu-0"', "gpu-0 needs 2 devices and has 1"),
         ('machine = "gpu-0"\nshards = 2', "gpu-0 needs 2 devices and has 1"),
-        ('machine = "small"', "a device of small needs 15 GiB and has 10"),
+        ('machine = "small"', "a device of small needs 16 GiB and has 10"),
     ],
     ids=["two executors", "two shards", "memory"],
 )
