@@ -93,13 +93,15 @@ def selectors(model: Model, away: Iterable[str], beside: Iterable[str], nodes: I
 
 def addresses(reports: Mapping[str, Mapping[str, object]], model: str, now: float, fresh_s: float) -> list[str]:
     """Return the addresses of a model's executors that serve. Executors that have not reported for ``fresh_s`` are left
-    out, unless that holds for all."""
-    found = [
-        (str(report["address"]), now - float(str(report["at"])) <= fresh_s)
-        for report in reports.values()
-        if report["model"] == model and report["state"] == "serving"
-    ]
-    return [address for address, fresh in found if fresh] or [address for address, _ in found]
+    out, unless that holds for all of their part."""
+    fresh: dict[int, list[str]] = {}
+    late: dict[int, list[str]] = {}
+    for name, report in reports.items():
+        place = ExecutorId.of(name)
+        if place is not None and place.model == model and report["state"] == "serving":
+            found = fresh if now - float(str(report["at"])) <= fresh_s else late
+            found.setdefault(place.part, []).append(str(report["address"]))
+    return [address for part in (late | fresh).values() for address in part]
 
 
 def reason(output: str, status: int) -> str:

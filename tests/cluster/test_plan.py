@@ -64,6 +64,14 @@ def test_tenants_get_executors_that_serve() -> None:
     assert addresses(reports, "none", 100.0, 10.0) == []
 
 
+def test_a_part_keeps_its_executors_if_none_of_them_reports() -> None:
+    reports = {
+        f"llama/{part}/{number}": {"model": "llama", "state": "serving", "address": f"tcp://{part}:{number}", "at": at}
+        for part, number, at in ((0, 0, 0.0), (0, 1, 95.0), (1, 0, 0.0))
+    }
+    assert addresses(reports, "llama", 100.0, 10.0) == ["tcp://0:1", "tcp://1:0"]
+
+
 def test_the_reason_is_the_error() -> None:
     assert reason("loading\nerror: there is no folder m\nbye", 1) == "there is no folder m"
     assert reason("Traceback\nMemoryError", 1) == "MemoryError"
