@@ -85,9 +85,13 @@ class ExecutorActor:
             self._directory.report.remote(self._name, dict(self._report))
 
 
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens URLs of this host without the environment's proxy."""
+
+
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with _direct.open(url, timeout=5) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
