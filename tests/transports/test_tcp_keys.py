@@ -312,6 +312,23 @@ async def test_a_broken_key_folder_does_not_end_authentication(
         assert {*listener.keys.names().values()} == {"alice", "bob"}
 
 
+async def test_a_folder_that_cannot_be_read_is_logged_once(
+    base: Any, keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(tcp_listener, "SWEEP_S", 0.01)
+    away = keys.with_name("away")
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(LOCAL, keys=keys)
+        for _ in range(2):
+            await asyncio.to_thread(keys.rename, away)
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(away.rename, keys)
+            await asyncio.sleep(0.1)
+    told = [record.getMessage() for record in caplog.records if "the keys" in record.getMessage()]
+    assert told == ["cannot read the keys", "the keys can be read again"] * 2
+
+
 async def test_a_tenant_cannot_use_the_session_of_another(base: Any, keys: Path) -> None:
     """Names and ids of calls belong to one connection."""
     async with symbiosis.Executor(base) as executor:
