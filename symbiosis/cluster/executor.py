@@ -75,9 +75,11 @@ class ExecutorActor:
 
     def _watch(self, ready: str) -> None:
         while self._child.poll() is None:
-            if self._report["state"] == "loading" and _answers(ready):
+            answers = _answers(ready)
+            if answers and self._report["state"] == "loading":
                 self._report["state"] = "serving"
-            self._tell()
+            if answers or self._report["state"] == "loading":  # without reports, an executor that hangs counts as lost
+                self._tell()
             time.sleep(REPORT_EVERY_S)
 
     def _tell(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -74,3 +75,15 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 
 def test_it_serves_also_where_the_environment_has_a_proxy(served: Served) -> None:
     until(lambda: "serving" in served.states, 5)
+
+
+def test_an_executor_that_does_not_answer_any_more_reports_nothing_until_it_does(served: Served) -> None:
+    until(lambda: "serving" in served.states, 5)
+    served.ready = False
+    time.sleep(0.2)
+    before = len(served.states)
+    time.sleep(0.2)
+    assert len(served.states) == before
+    served.ready = True
+    until(lambda: len(served.states) > before, 5)
+    assert served.states[-1] == "serving"
