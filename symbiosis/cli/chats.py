@@ -61,7 +61,7 @@ def conversation(tokenizer: Any, messages: Messages, asked: int = 0) -> list[Exa
 
 def is_learned(message: dict[str, Any]) -> bool:
     """Return whether a message is of the assistant, and is to be learned: OpenAI's files give others the weight 0."""
-    return bool(message["role"] == "assistant" and message.get("weight", 1))
+    return message["role"] == "assistant" and message.get("weight") in (None, 1)
 
 
 def _said(tokenizer: Any, messages: Messages) -> list[int]:

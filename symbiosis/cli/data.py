@@ -375,9 +375,10 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def _normal(record: Any) -> Any:
-    """Return a record without its fields that are null, which those of a table have if others use them, and one of
-    ShareGPT's form, with ``conversations``, as one with ``messages``."""
-    record = _without_nulls(record)
+    """Return a record without its fields that are null, and one of ShareGPT's form, with ``conversations``, as one with
+    ``messages``."""
+    if isinstance(record, dict):
+        record = {name: value for name, value in record.items() if value is not None}
     turns = record.get("conversations") if isinstance(record, dict) and "messages" not in record else None
     if not isinstance(turns, list) or not all(
         isinstance(one, dict) and {"from", "value"} <= one.keys() for one in turns
@@ -389,12 +390,6 @@ def _normal(record: Any) -> Any:
         for one in turns
     ]
     return {**{name: value for name, value in record.items() if name != "conversations"}, "messages": messages}
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _messages(record: Record) -> tuple[Any, int]:
@@ -413,7 +408,7 @@ def _wrong_messages(messages: Any) -> str:
             if not isinstance(one, dict) or not isinstance(one.get(name), str):
                 found = repr(one.get(name)) if isinstance(one, dict) else repr(one)
                 return f'message {number}: give "{name}" as a text, not {found:.50}'
-        if one.get("weight", 1) not in (0, 1):
+        if one.get("weight") not in (None, 0, 1):  # a table has nulls
             return (
                 f'message {number}: "weight" is {one["weight"]!r:.50}; give 1, or 0 for an answer that is not learned'
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from symbiosis.core.transport import Check, Look
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError
 from symbiosis.transports.addresses import Addresses, Looks, Replica, fingerprint_in, together
 from symbiosis.transports.connection import AsyncConnection, BlockingConnection
-from symbiosis.transports.conversation import run_checks
+from symbiosis.transports.conversation import MAY_RETURN, run_checks
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.model_parts import checked
 
@@ -62,6 +62,8 @@ class Choice:
         self._limits: Limits | None = None
         self._smaller: list[tuple[Replica, Limits]] = []
         """The replicas that were passed over in this attempt because of their limits."""
+        self._accepted: Replica | None = None
+        """The one of them that is joined all the same."""
         self._judged: Looks = {}
         self._checks: list[Check] = []
         self._now = now
@@ -86,7 +88,7 @@ class Choice:
         """
         if self._replica is not None and not self._moves:
             self.failed(self._replica)
-        self._replica, self._moves, self._smaller = None, False, []
+        self._replica, self._moves, self._smaller, self._accepted = None, False, [], None
         looks, self._looks = self._looks or self._addresses.looks(), None
         silent = {replica: look for replica, look in looks.items() if not isinstance(look, Look)}
         if found := ranked(self._loads(looks)):
@@ -100,12 +102,13 @@ class Choice:
         lost = ConnectionLostError("the addresses have no executor of this part of the model")
         raise together([*other, *silent.values()] or [lost])
 
-    def with_smaller_limits(self) -> Iterator[Replica]:
-        """Yield one replica to join after all candidates have failed: that with the largest limits of those that were
-        passed over because of them, if any. Its limits replace those of the executor that was joined first."""
-        if self._smaller:
-            replica, self._limits = max(self._smaller, key=lambda found: (found[1].arena_bytes, found[1].rows))
-            yield replica
+    def with_smaller_limits(self, errors: Sequence[SymbiosisError]) -> Iterator[Replica]:
+        """Yield one replica to join after all candidates have failed with these errors: that with the largest limits of
+        those that were passed over because of them, if no other one may return. Its limits replace those of the
+        executor that was joined first."""
+        if self._smaller and not any(isinstance(error, MAY_RETURN) for error in errors):
+            self._accepted, _ = max(self._smaller, key=lambda found: (found[1].rows, found[1].arena_bytes))
+            yield self._accepted
 
     def _loads(self, looks: Looks) -> dict[Replica, float]:
         """Return the load of each executor of this model, or of this part of it."""
@@ -128,7 +131,7 @@ class Choice:
                 raise RefusedError(f"{replica.address} came back with another model; open a new client")
             if self._device not in (None, device):
                 raise RefusedError(f"{replica.address} takes tensors on {device}, not on {self._device}")
-            least = self._limits or limits
+            least = limits if self._limits is None or replica is self._accepted else self._limits
             if limits.rows < least.rows or limits.arena_bytes < least.arena_bytes:
                 self._smaller.append((replica, limits))
                 raise RefusedError(f"{replica.address} allows smaller calls than the executor that was joined first")

@@ -150,7 +150,7 @@ class Replicas:
 def _joined(choice: Choice, join: Callable[[Replica], Callable[[Hello, bool], C]], hello: Hello, again: bool) -> C:
     """Return a connection to the first replica that can be joined. Blocks."""
     errors: list[SymbiosisError] = []
-    for replica in chain(choice.candidates(), choice.with_smaller_limits()):
+    for replica in chain(choice.candidates(), choice.with_smaller_limits(errors)):
         try:
             return choice.take(replica, join(replica)(hello, again or choice.has_share), again)
         except (SymbiosisError, OSError) as error:

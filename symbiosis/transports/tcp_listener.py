@@ -71,8 +71,8 @@ class TcpListener(StreamListener["TcpLine"]):
         self._second = 0.0
         self._broken: dict[str, str] = {}
         """The malformed key files that were logged."""
-        self._unreadable = ""
-        """Why the folder of keys could not be read at the last look; empty if it was read."""
+        self._unreadable = False
+        """Whether the folder of keys could not be read at the last look."""
 
     def log_unknown(self, event: str, host: str, why: str) -> None:
         """Count what happened to a peer that has not shown a key, and log it, at most LINES times in a second."""
@@ -119,12 +119,12 @@ class TcpListener(StreamListener["TcpLine"]):
         try:
             known = self.keys.names()
         except (OSError, UsageError) as error:
-            if str(error) != self._unreadable:
-                self._unreadable = str(error)
-                log.warning("cannot read the keys", folder=str(self.keys.folder), why=self._unreadable)
+            if not self._unreadable:
+                self._unreadable = True
+                log.warning("cannot read the keys", folder=str(self.keys.folder), why=str(error))
             return
         if self._unreadable:
-            self._unreadable = ""
+            self._unreadable = False
             log.info("the keys can be read again", folder=str(self.keys.folder))
         self.log_broken_keys()
         for line in list(self.lines):

@@ -116,8 +116,8 @@ def test_conversations_of_sharegpt(tmp_path: Path) -> None:
     weights = None, None, 0, None, 1  # those of a table have nulls
     weighted = [{**one, "weight": weight} for one, weight in zip([*turns, *turns[1:]], weights, strict=True)]
     (found,) = read_records(write(tmp_path, {"conversations": weighted}))
-    expected = [*messages[:2], {**messages[2], "weight": 0}, messages[1], {**messages[2], "weight": 1}]
-    assert found == {"messages": expected}
+    expected = [*messages, *messages[1:]]
+    assert found == {"messages": [{"weight": weight} | one for one, weight in zip(expected, weights, strict=True)]}
     for wrong in ("hi", [{"from": "human"}], ["hi"]):
         with pytest.raises(UsageError, match=r'"conversations" \(each with "from" and "value"\)'):
             read_records(write(tmp_path, {"conversations": wrong}))
@@ -413,7 +413,7 @@ LATEST_SYSTEM = (
 @pytest.mark.parametrize("template", [chat_tokenizer().chat_template, LATEST_SYSTEM])
 def test_an_answer_of_weight_0_is_not_learned(template: str) -> None:
     """The second template gives an example for each answer."""
-    messages = [{**message, "weight": 0} if message["content"] == "hello" else message for message in CHAT]
+    messages = [{**message, "weight": 0 if message["content"] == "hello" else None} for message in CHAT]
     examples = tokenize([{"messages": messages}], templated(template), 200, "chat").examples
     assert "".join(texts(example)[1] for example in examples) == "no<end>"
 

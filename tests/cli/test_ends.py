@@ -396,6 +396,9 @@ def test_the_last_evaluation_of_a_run_is_made_up(
     made, whole = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
     assert [made[name] for name in ("validation", "best_step")] == [whole[name] for name in ("validation", "best_step")]
     assert made["best_step"] == 2
+    monkeypatch.setattr(training._Trainer, "prediction_step", lost)  # it is not made again
+    assert command(*options(service, data, tmp_path / "a", *given, tmp_path / "a.json", "--resume")).exit_code == 0
+    assert json.loads((tmp_path / "a.json").read_text()) == made
 
 
 def lose_after(patched: pytest.MonkeyPatch, steps: int) -> None:

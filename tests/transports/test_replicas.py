@@ -275,6 +275,23 @@ async def test_a_replica_with_smaller_limits_is_passed_over(tmp_path: Path) -> N
                 await client.forward(input_ids=IDS)
 
 
+async def test_a_replica_with_smaller_limits_is_not_joined_while_another_may_return(tmp_path: Path) -> None:
+    model = tiny_model()
+    addresses = [f"shm://{tmp_path}/{name}.sock" for name in ("one", "small")]
+    async with symbiosis.Executor(model) as one, symbiosis.Executor(model) as small:
+        await one.listen(addresses[0])
+        await small.listen(addresses[1], limits=Limits(rows=8))
+        async with symbiosis.connect(",".join(addresses)) as base, base.client() as client:
+            expected = (await client.forward(input_ids=IDS)).logits
+            await one.close()
+            again = asyncio.create_task(client.forward(input_ids=IDS))
+            await asyncio.sleep(0.5)
+            async with symbiosis.Executor(model) as returned:
+                await returned.listen(addresses[0])
+                torch.testing.assert_close((await again).logits, expected)
+        assert not small.statistics().requests
+
+
 @pytest.mark.parametrize("rows", [1024, 8])
 async def test_a_client_goes_on_if_all_replicas_were_given_smaller_limits(rows: int, tmp_path: Path) -> None:
     """It joins the one with the largest limits. A call that is too large for them is an error of its own."""
