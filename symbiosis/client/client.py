@@ -87,6 +87,7 @@ class Client:
         self._vocabulary: int | None = None
         """Number of tokens of the executor's model."""
         self.closed = False
+        self._ending: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Client:
         await self.open()
@@ -146,6 +147,11 @@ class Client:
             if self._channel is not None:
                 self._channel.interrupt(self._closed_error())
                 self._channel.close()
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+        await asyncio.shield(self._ending)  # it goes on if the caller is cancelled
+
+    async def _end(self) -> None:
         async with self._having_turn():  # operations in progress have ended
             self._thread.close()
             if self._seat is not None:

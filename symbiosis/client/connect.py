@@ -72,6 +72,8 @@ class Base:
         self._transport = make_transport(address, **options)
         self._look: Look | None = None
         self._clients: list[Client] = []
+        """Clients that are open, or are being opened, and some that were closed."""
+        self._closing: asyncio.Future[None] | None = None
         self._walks: dict[str, Counter[str]] = {}
         check_mode(joint)
         self._joint_mode = joint
@@ -88,7 +90,11 @@ class Base:
         await self.close()
 
     async def close(self) -> None:
-        """Close every client that is still open."""
+        """Close every client that is still open. This goes on if the caller is cancelled."""
+        self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         self._look = None
         while self._clients:
             await self._clients.pop().close()
@@ -130,8 +136,13 @@ class Base:
             # Each of several replicas would admit the name, until one of the clients has to join the other's replica.
             if any(other.is_open and other.name == name for other in self._clients if other is not client):
                 raise BusyError(f"a client named {name!r} is open already; close it, or choose another name")
-            channel = await self._transport.connect(self.address, name, terms)
-            return await masked(scheme, channel, self.address, terms, self._options)
+            self._clients = [*(each for each in self._clients if not each.closed), client]
+            try:
+                channel = await self._transport.connect(self.address, name, terms)
+                return await masked(scheme, channel, self.address, terms, self._options)
+            except BaseException:
+                self._clients = [each for each in self._clients if each is not client]
+                raise
 
         client = Client(
             connect,
@@ -143,8 +154,6 @@ class Base:
             joint=self._joint,
             apart="a privacy scheme" if scheme is not None else "terms of its own" if terms != NO_TERMS else "",
         )
-        self._clients = [each for each in self._clients if not each.closed]  # which hold their models
-        self._clients.append(client)
         return client
 
     def _make_decoder(self) -> JointDecoder | None:

@@ -500,6 +500,28 @@ async def test_an_optimizer_step_of_another_client_has_half_of_the_cores(executo
     assert seen == [3]
 
 
+async def test_a_close_that_is_cancelled_goes_on(executor: symbiosis.Executor) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Waiting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            begun.set()
+            assert goes_on.wait(30)
+
+    client = await executor.client(lora()).open()
+    step = asyncio.create_task(client.train_step(BATCH, Waiting(client.model.parameters(), lr=1e-3)))
+    assert await asyncio.to_thread(begun.wait, 30)
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    goes_on.set()
+    await asyncio.gather(step, return_exceptions=True)
+    await until(lambda: client._thread._pool is None)
+    await client.close()
+
+
 async def test_stop_iteration_on_the_clients_own_thread_is_a_runtime_error(executor: symbiosis.Executor) -> None:
     def exhausted(*_: object) -> None:
         next(iter(()))

@@ -134,6 +134,7 @@ async def test_two_open_clients_with_one_name_are_refused_although_each_replica_
         assert isinstance(second, BusyError)
         with pytest.raises(BusyError, match="'alice' is open already"):
             await clients[2].open()
+        assert base._clients == [first], "those that could not be opened are not kept"
         await clients[0].close()
         async with clients[2]:
             await clients[2].forward(input_ids=IDS)

@@ -421,10 +421,12 @@ class JointDecoder:
             if not step.reply.done():
                 step.reply.set_exception(copied(error))
         task = self._task
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
-        self._leave()
+        try:
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        finally:
+            self._leave()
 
 
 def _give(outputs: Iterable[tuple[Any, Any]]) -> None:

@@ -74,6 +74,21 @@ async def test_a_connection_that_is_opened_again(tmp_path: Path) -> None:
                 assert served.walks()[one.name]["joint"] >= 10, served.walks()
 
 
+async def test_a_base_whose_close_is_cancelled_leaves_the_executor(tmp_path: Path) -> None:
+    async with Executor(model_of("llama")) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/joint.sock")
+        served = await symbiosis.connect(listener.address).__aenter__()
+        one, two = [await served.client(name=name).open() for name in ("one", "two")]
+        while "joint" not in served.walks().get("one", {}):
+            await asyncio.gather(generate(one), generate(two))
+        closing = asyncio.create_task(served.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        await until(lambda: not executor.service.clients)
+
+
 @pytest.mark.parametrize("parts", [[None], ["0", "1,lm_head"]], ids=["whole", "in parts"])
 async def test_joint_walks_go_on_after_an_outage(parts: list[str | None], tmp_path: Path) -> None:
     """Of a model in parts, the executor of the last part is lost."""
