@@ -437,7 +437,7 @@ class Executor:
             masked=scheme is not None,
             beside_others=lambda: self.engine.scheduler.beside_others(name),
             at_work=self._at_work,
-            joint=self._joint,
+            joint=lambda: self._joint,
             apart="a privacy scheme" if scheme is not None else "a kind of its own" if kind is not None else "",
         )
 

@@ -66,7 +66,7 @@ class Client:
         masked: bool = False,
         beside_others: Callable[[], bool] = lambda: False,
         at_work: set[ClientThread] | None = None,
-        joint: JointDecoder | None = None,
+        joint: Callable[[], JointDecoder | None] = lambda: None,
         apart: str = "",
     ) -> None:
         self.name = name
@@ -125,10 +125,11 @@ class Client:
             apart = self._apart
             if device != channel.device:
                 model, apart = model.to(device), apart or "another device"
-            if self._joint is None:
+            joint = self._joint()
+            if joint is None:
                 enter(model, self._requester.kinds)
             else:
-                self._seat = self._joint.seat(self.name, model, self._requester.kinds, channel, apart)
+                self._seat = joint.seat(self.name, model, self._requester.kinds, channel, apart)
             if self._peft_config is not None:
                 model = await self._in_fiber(add_adapter, model, self._peft_config)
             self._model = model.eval()
@@ -147,9 +148,10 @@ class Client:
             if self._channel is not None:
                 self._channel.interrupt(self._closed_error())
                 self._channel.close()
-        if self._ending is None:
-            self._ending = asyncio.ensure_future(self._end())
-        await asyncio.shield(self._ending)  # it goes on if the caller is cancelled
+        with modes_aside():  # the caller's torch modes are its own, also while it waits
+            if self._ending is None or self._ending.done():
+                self._ending = asyncio.ensure_future(self._end())
+            await asyncio.shield(self._ending)  # it goes on if the caller is cancelled
 
     async def _end(self) -> None:
         async with self._having_turn():  # operations in progress have ended

@@ -22,6 +22,7 @@ from symbiosis.core.registry import make_privacy, make_transport
 from symbiosis.core.terms import MOST_DECODED, NO_TERMS, Kind, Terms
 from symbiosis.core.transport import Channel, Look
 from symbiosis.errors import BusyError, ExecutorClosedError, ShareError, UsageError
+from symbiosis.modes import modes_aside
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -80,6 +81,8 @@ class Base:
         self._joint = self._make_decoder()
 
     async def __aenter__(self) -> Base:
+        if self._closing is not None and not self._closing.done():
+            await asyncio.wait([self._closing])
         look = await asyncio.to_thread(self._transport.look, self.address)
         if look.gap is not None:
             raise look.gap
@@ -91,8 +94,10 @@ class Base:
 
     async def close(self) -> None:
         """Close every client that is still open. This goes on if the caller is cancelled."""
-        self._closing = asyncio.ensure_future(self._close())
-        await asyncio.shield(self._closing)
+        with modes_aside():  # the caller's torch modes are its own, also while it waits
+            if self._closing is None or self._closing.done():
+                self._closing = asyncio.ensure_future(self._close())
+            await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         self._look = None
@@ -151,7 +156,7 @@ class Base:
             seed=seed,
             device=device,
             masked=scheme is not None,
-            joint=self._joint,
+            joint=lambda: self._joint,
             apart="a privacy scheme" if scheme is not None else "terms of its own" if terms != NO_TERMS else "",
         )
         return client

@@ -511,14 +511,21 @@ async def test_a_close_that_is_cancelled_goes_on(executor: symbiosis.Executor) -
     client = await executor.client(lora()).open()
     step = asyncio.create_task(client.train_step(BATCH, Waiting(client.model.parameters(), lr=1e-3)))
     assert await asyncio.to_thread(begun.wait, 30)
-    closing = asyncio.create_task(client.close())
+
+    async def close() -> None:
+        with torch.inference_mode():
+            await client.close()
+
+    closing = asyncio.create_task(close())
     await asyncio.sleep(0)
+    assert torch.is_grad_enabled(), "modes of the caller are not those of others"
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
     goes_on.set()
     await asyncio.gather(step, return_exceptions=True)
     await until(lambda: client._thread._pool is None)
+    assert torch.is_grad_enabled()
     await client.close()
 
 

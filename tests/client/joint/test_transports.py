@@ -155,7 +155,7 @@ async def test_a_joint_channel_that_ends_is_opened_again(when: str, again: str) 
         return channels[-1]
 
     def client_of(number: int) -> Client:
-        return Client(join, lora(), name=f"tenant-{number}", seed=number, joint=decoder)
+        return Client(join, lora(), name=f"tenant-{number}", seed=number, joint=lambda: decoder)
 
     async def decode(clients: Sequence[Client]) -> Any:
         walks.clear()
