@@ -300,7 +300,7 @@ async def test_a_cache_of_a_pool_is_the_clients_own(device: str, walks: _Walks, 
 
 
 def _walks_of(clients: Any) -> list[Any]:
-    return [client._joint.captured._walk for client in clients]
+    return [client._joint().captured._walk for client in clients]
 
 
 async def test_a_text_goes_on_after_its_cache_was_changed(device: str, walks: _Walks) -> None:
