@@ -109,3 +109,18 @@ def stops_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that is in a walk and sends no request holds up batches for a minute, however busy the machine is."""
     for module in ("clients", "scheduler"):
         monkeypatch.setattr(f"symbiosis.core.{module}.STOPPED_S", 60.0)
+
+
+@pytest.fixture
+def hub_requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Allow requests to a hub, refuse all connections, and return what was asked for."""
+    asked: list[Any] = []
+
+    def connect(*where: Any) -> None:
+        asked.append(where)
+        raise OSError("the test allows no connection")
+
+    monkeypatch.setattr("socket.getaddrinfo", connect)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return asked

@@ -9,7 +9,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -213,6 +213,20 @@ def run_command(*arguments: str, within_s: float = 100, **options: Any) -> subpr
     """Run the command ``symbiosis`` in a process of its own, with options of :func:`subprocess.run`."""
     program = [sys.executable, "-m", "symbiosis", *arguments]
     return subprocess.run(program, capture_output=True, text=True, timeout=within_s, check=False, **options)
+
+
+async def check_ends_when_cancelled(measure: Callable[[Callable[[str], None]], Coroutine[Any, Any, object]]) -> None:
+    """Cancel a measurement, made from a function that shows progress, when it first shows some. It must end then."""
+    told: list[str] = []
+
+    def progress(text: str) -> None:
+        told.append(text)
+        task.cancel()
+
+    task = asyncio.ensure_future(measure(progress))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(told) == 1
 
 
 async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:

@@ -277,9 +277,10 @@ class SplitModel:
         """Return, for each layer, the part of a token's walk that one row through it is, by the weights that the row is
         multiplied with: those of one expert of a bank."""
         weights = [layer.size // max(layer.spec.experts, 1) for layer in self.layers]
-        walked = self.token_layers() or [spec.layer for spec in self.specs if not spec.name.startswith(self._whole())]
-        whole = sum(weights[number] * max(self.layers[number].spec.choices, 1) for number in walked)
-        return [weight / whole for weight in weights]
+        inside = self._whole()
+        walked = self.token_layers() or [spec.layer for spec in self.specs if not spec.name.startswith(inside)]
+        total = sum(weights[number] * max(self.layers[number].spec.choices, 1) for number in walked)
+        return [weight / total for weight in weights]
 
     def resident(self) -> Resident:
         """Return the model and its base layers, for clients in this process."""

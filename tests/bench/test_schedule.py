@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from symbiosis.bench import schedule
 from symbiosis.core.policy import Decision, View
 from symbiosis.errors import PolicyError
 from symbiosis.policies import NoLockstep
+from tests.helpers import check_ends_when_cancelled
 
 
 async def test_a_policy_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,18 +22,6 @@ async def test_a_policy_that_fails_is_not_measured(monkeypatch: pytest.MonkeyPat
 
 
 async def test_it_ends_when_it_is_cancelled() -> None:
-    told: list[str] = []
-
-    async def main() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-
-        def progress(text: str) -> None:
-            told.append(text)
-            task.cancel()
-
-        await schedule.schedule(policies=("no-lockstep",), counts=(2,), rounds=1, progress=progress)
-
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.create_task(main())
-    assert len(told) == 1
+    await check_ends_when_cancelled(
+        lambda progress: schedule.schedule(policies=("no-lockstep",), counts=(2,), rounds=1, progress=progress)
+    )

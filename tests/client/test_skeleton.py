@@ -159,21 +159,13 @@ def test_modules_of_a_model_are_counted() -> None:
     [("detr", "DetrForObjectDetection"), ("upernet", "UperNetForSemanticSegmentation")],
 )
 def test_a_configuration_that_names_another_model(
-    share: Share, model_type: str, architecture: str, monkeypatch: pytest.MonkeyPatch
+    share: Share, model_type: str, architecture: str, hub_requests: list[Any]
 ) -> None:
     """transformers would ask the hub whether it has that model."""
-    asked: list[Any] = []
-
-    def connect(*where: Any) -> None:
-        asked.append(where)
-        raise OSError("the test allows no connection")
-
-    monkeypatch.setattr("socket.getaddrinfo", connect)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     config = {"model_type": model_type, "backbone": "someone/anything", "use_timm_backbone": False}
     with pytest.raises(ShareError):
         Hollow(changed(share, config=config, model_type=model_type, architecture=architecture), torch.device("cpu"))
-    assert not asked
+    assert not hub_requests
     assert not huggingface_hub.constants.HF_HUB_OFFLINE, "other code of the process may ask"
 
 
