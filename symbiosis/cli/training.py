@@ -38,8 +38,8 @@ from symbiosis.cli.chats import IGNORED
 from symbiosis.cli.data import LOG_FILE, Data, PromptFormat
 from symbiosis.cli.folder import damage_of, has_checkpoint, rotate
 from symbiosis.cli.methods import lost_in_checkpoints
-from symbiosis.client.offline import without_hub
 from symbiosis.errors import SymbiosisError, UsageError
+from symbiosis.offline import without_hub
 from symbiosis.terminal.console import console, finite
 from symbiosis.terminal.progress import Steps
 from symbiosis.terminal.signals import heeded

@@ -31,10 +31,10 @@ from peft.utils import ModulesToSaveWrapper
 
 from symbiosis.client.dora import serve_dora
 from symbiosis.client.experts import VirtExperts
-from symbiosis.client.offline import without_hub
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtLayer, is_missing
 from symbiosis.errors import PlaceholderError, UsageError
+from symbiosis.offline import without_hub
 from symbiosis.training.module_modes import modes_kept
 
 log = logging.getLogger(__name__)

@@ -16,13 +16,13 @@ import torch
 
 from symbiosis.client.client import Client
 from symbiosis.client.joint import check_mode, make_decoder
-from symbiosis.client.offline import without_hub
 from symbiosis.core.privacy import Privacy, masked
 from symbiosis.core.registry import make_privacy, make_transport
 from symbiosis.core.terms import MOST_DECODED, NO_TERMS, Kind, Terms
 from symbiosis.core.transport import Channel, Look
 from symbiosis.errors import BusyError, ExecutorClosedError, ShareError, UsageError
 from symbiosis.modes import modes_aside
+from symbiosis.offline import without_hub
 
 if TYPE_CHECKING:
     from peft import PeftConfig

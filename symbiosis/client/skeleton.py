@@ -21,7 +21,6 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.bounded_build import bounded_build
 from symbiosis.client.experts import may_be_bank, virtualize_experts
-from symbiosis.client.offline import without_hub
 from symbiosis.client.parameters import SharedParameter, shared_parameter
 from symbiosis.client.placeholders import another_layer
 from symbiosis.client.requester import Requester
@@ -31,6 +30,7 @@ from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import MAX_MODEL_NAME, Resident, Share, dtype_named, is_model_name, layers_of, quantization_in
 from symbiosis.core.transport import Channel
 from symbiosis.errors import PlaceholderError, ShareError, SplitError
+from symbiosis.offline import without_hub
 
 _hollows: weakref.WeakKeyDictionary[Share, dict[torch.device, Hollow]] = weakref.WeakKeyDictionary()
 """The hollow models of this process, so that clients of one executor share their tensors."""

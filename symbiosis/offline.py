@@ -1,4 +1,4 @@
-"""Block requests to a hub while a client builds the model that an executor describes, or saves an adapter of it."""
+"""Block requests to a hub while a client builds an executor's model, or while an adapter of it is saved."""
 
 from __future__ import annotations
 
