@@ -206,7 +206,12 @@ def known(
     result: torch.Tensor, gradients: Callable[..., Any], inputs: tuple[torch.Tensor, ...], *, saved: bool
 ) -> torch.Tensor:
     """Return a result that is known already, in an autograd node. ``gradients`` returns the gradients of the inputs, or
-    None, given that of the result and, if they are ``saved``, the inputs."""
+    None, given that of the result and, if they are ``saved``, the inputs.
+
+    Backward passes that this thread begins will run on it on a GPU too. The engine has one thread per device for the
+    process: a client that waits there for its executor would stop all others, and signals.
+    """
+    torch.autograd.set_multithreading_enabled(False)
     return cast(torch.Tensor, _Known.apply(gradients, [result], saved, *inputs))  # type: ignore[no-untyped-call]
 
 

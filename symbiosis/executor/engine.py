@@ -236,7 +236,7 @@ class Engine:
         Raises:
             LayerError: the base layer failed.
         """
-        if in_modes() or self._aside.batch is not None:
+        if in_modes() or self._aside.batch is not None or self._is_far_ahead():
             return None
         request = self._request(client, call, kind)
         with self._lock:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.core.requests import Key, LayerSpec, Pass
+from symbiosis.core.requests import Key, LayerSpec, Pass, Results
 from symbiosis.errors import SplitError
 from symbiosis.executor import experts, quantized
 from symbiosis.executor.fp32_products import norms, times, times_transposed
@@ -179,9 +180,7 @@ class ModuleLayer(BaseLayer):
         if fp32:
             raise self._refusal()
         x, dy = tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            return torch.autograd.grad(self.module(x), x, dy)
+        return _gradients(self.module, (x,), dy)
 
     def _refusal(self) -> SplitError:
         return SplitError(f"{self.spec.name} is served whole; it has no single bias to leave out and no pass in fp32")
@@ -203,9 +202,15 @@ class ExpertBank(BaseLayer):
 
     def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]:
         x, chosen, weights, dy = tensors
-        with torch.enable_grad():
-            x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
-            return torch.autograd.grad(self.forward((x, chosen, weights), bias=True, fp32=fp32), (x, weights), dy)
+        return _gradients(lambda x, weights: self.forward((x, chosen, weights), bias=True, fp32=fp32), (x, weights), dy)
+
+
+def _gradients(forward: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], dy: torch.Tensor) -> Results:
+    """Return the gradients of inputs for that of the output, computed on this thread. On the one thread that the
+    autograd engine has for a GPU, a tenant's backward pass may be waiting for this result."""
+    with torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
+        inputs = [given.detach().requires_grad_() for given in inputs]
+        return torch.autograd.grad(forward(*inputs), inputs, dy)
 
 
 def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -61,7 +61,7 @@ class QuantizedWeight:
 
     def gradient(self, dy: torch.Tensor) -> torch.Tensor:
         """Return dX [n, i] for dY [n, o]. It does not depend on X, so zeros take its place."""
-        with torch.enable_grad():
+        with torch.autograd.set_multithreading_enabled(False), torch.enable_grad():  # as in layers
             x = dy.new_zeros(dy.shape[0], self.module.in_features).requires_grad_()
             layer = copy.copy(self._bare)
             for outputs in self._outputs():

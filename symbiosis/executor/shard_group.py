@@ -78,6 +78,9 @@ class ShardGroup:
         self._told = gloo(dist.PrefixStore("told", store), rank, count, local, MEET_WITHIN_S)
         cuda = device.type == "cuda"
         self._rows = nccl(dist.PrefixStore("rows", store), rank, count, WITHIN_S) if cuda else self._told
+        for other in [0] if rank else range(1, count):  # NCCL connects two shards at their first message, by the store
+            one = torch.zeros(1, device=device)
+            self.finish(self.receive(0, one) if rank else self._rows.send([one], other, _ROWS))
 
     def tell(self, rank: int, value: Any) -> None:
         """Send plain data as JSON."""

@@ -266,13 +266,15 @@ async def test_seeds_in_an_operation_of_the_client(executor: symbiosis.Executor,
 
 
 async def test_from_threads(executor: symbiosis.Executor, base: Any) -> None:
-    """client.model may be called from any thread, beside coroutines that call forward, backward and generate."""
+    """client.model may be called from any thread, beside coroutines that call forward, backward and generate. Backward
+    passes wait on that thread, and not on the one that the autograd engine has for a GPU."""
     expected = base(input_ids=IDS).logits
+    engine_threads = []
 
     def in_a_thread(client: symbiosis.Client) -> torch.Tensor:
         output = client.model(**BATCH)
-        with torch.autograd.set_multithreading_enabled(False):
-            output.loss.backward()
+        output.loss.register_hook(lambda _: engine_threads.append(torch._C._is_multithreading_enabled()))
+        output.loss.backward()
         client.model.generate(input_ids=IDS, max_new_tokens=3, min_new_tokens=3)
         logits: torch.Tensor = output.logits
         return logits
@@ -289,6 +291,7 @@ async def test_from_threads(executor: symbiosis.Executor, base: Any) -> None:
                 *[asyncio.to_thread(lambda: bare.model(input_ids=IDS).logits) for _ in range(1)],
                 client.forward(input_ids=IDS),
             )
+    assert engine_threads == [False, False]
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

@@ -347,6 +347,23 @@ def test_passes_in_fp32(kind: str, dtype: torch.dtype, block: int, monkeypatch: 
             assert torch.allclose(result.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_are_computed_on_the_calling_thread() -> None:
+    """On a GPU, the autograd engine has a thread of its own, which may be waiting for these gradients."""
+    engine_threads = []
+
+    class Relu(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.relu()
+            if y.requires_grad:
+                y.register_hook(lambda _: engine_threads.append(torch._C._is_multithreading_enabled()))
+            return y
+
+    layer = base_layer(0, "mlp", nn.Sequential(nn.Linear(5, 9), Relu(), nn.Linear(9, 7)))
+    engine_threads.clear()
+    layer.run(Key((0,), Pass.BACKWARD), (torch.randn(4, 5), torch.randn(4, 7)))
+    assert engine_threads == [False]
+
+
 def test_modules_without_a_pass_in_fp32() -> None:
     layer = base_layer(0, "mlp", MODULES["mlp"]())
     for pass_ in (Pass.FORWARD, Pass.BACKWARD):

@@ -9,6 +9,7 @@ import math
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,3 +293,15 @@ def test_results_go_where_the_caller_has_memory_for_them(cuts: list[tuple[int, i
     assert call.results is not None
     assert call.results[0] is place
     torch.testing.assert_close(place, linear(x).detach())
+
+
+async def test_a_thread_waits_while_a_gpu_has_too_much_to_compute(base: Any) -> None:
+    """Requests that skip the queue would keep a token of another client waiting until the GPU has run them all."""
+    async with symbiosis.Executor(base) as executor, executor.client(name="alice"):
+        engine = executor.engine
+        key, tensors = engine.layers[0].sample()
+        call = Call(key, Kind.FINETUNE, tensors)
+        engine.device_clock = SimpleNamespace(ahead_s=1.0, done=lambda: ())  # type: ignore[assignment]
+        assert engine.at_once("alice", call, Kind.FINETUNE) is None
+        engine.device_clock = None
+        assert engine.at_once("alice", call, Kind.FINETUNE) is not None

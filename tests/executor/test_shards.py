@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ import symbiosis
 from symbiosis.core.requests import Batch, Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import ShardLostError, SplitError, UsageError
+from symbiosis.executor import shard_group
 from symbiosis.executor.launch import Launch, ShardSettings
 from symbiosis.executor.parts import Cut
 from symbiosis.executor.shard_group import ShardGroup
@@ -270,6 +272,27 @@ def test_a_shard_with_other_weights_is_refused(tmp_path: Path) -> None:
 
 def divided_by_hand(model: Any, launch: Any) -> None:
     Shards(SplitModel(model, shard=(0, launch.count)), launch)
+
+
+def test_shards_exchange_a_message_before_they_have_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL connects two shards at their first message, by the store, which they leave then."""
+    sent = []
+
+    class Noting:
+        def __init__(self, group: Any) -> None:
+            self.recv = group.recv
+            self.send = lambda tensors, *to: sent.append(to) or group.send(tensors, *to)
+
+    make = shard_group.gloo
+    monkeypatch.setattr(shard_group, "gloo", lambda *arguments: Noting(make(*arguments)))
+
+    def meet(rank: int) -> ShardGroup:
+        store = dist.FileStore(str(tmp_path / "store"), 3)
+        return ShardGroup(store, rank, 3, "127.0.0.1", torch.device("cpu"), {})
+
+    with ThreadPoolExecutor() as threads:
+        assert [group.rank for group in threads.map(meet, range(3))] == [0, 1, 2]
+    assert sent == [(1, shard_group._ROWS), (2, shard_group._ROWS)]
 
 
 class Meeting:
