@@ -8,10 +8,8 @@ makes a call sends it, waits for the answer and joins again after a loss. One ca
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -29,7 +27,7 @@ from symbiosis.errors import (
     copied,
 )
 from symbiosis.log import get_logger
-from symbiosis.transports.channel import AsyncChannel
+from symbiosis.transports.channel import AsyncChannel, abandon_in_children
 from symbiosis.transports.connection import BlockingJoin
 from symbiosis.transports.conversation import CARRIED, Conversation, Pending, State
 from symbiosis.transports.wire import Hello
@@ -45,7 +43,7 @@ class SynchronousChannel(ABC):
     client: str
 
     def __init__(self) -> None:
-        _channels.add(self)
+        abandon_in_children(self)
 
     def send(self, call: Call) -> asyncio.Future[Results]:
         raise UsageError("this model was opened for synchronous code; use symbiosis.connect for coroutines")
@@ -75,19 +73,6 @@ class SynchronousChannel(ABC):
 
     def _closed(self) -> ClientClosedError:
         return ClientClosedError(f"the model of {self.client!r} was closed; open it again with symbiosis.open_model")
-
-
-_channels: weakref.WeakSet[SynchronousChannel] = weakref.WeakSet()
-"""The channels of this process, for :func:`_forked`."""
-
-
-def _forked() -> None:
-    for channel in list(_channels):
-        why = f"the model of {channel.client!r} belongs to the process that opened it, not to its forked child; "
-        channel.abandon(ClientClosedError(why + "open another model in the child"))
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 class BlockingChannel(SynchronousChannel):

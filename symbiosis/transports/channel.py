@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +21,26 @@ log = get_logger(__name__)
 
 WATCH_S = 1.5
 """Seconds between two looks at whether the executor is alive: one heartbeat of ``tcp://``."""
+
+
+_channels: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The channels of this process."""
+
+
+def abandon_in_children(channel: Any) -> None:
+    """Have ``channel.abandon(error)`` called in each forked child. Calls there would have the ids, places in an arena,
+    numbers of TLS records and masks that the parent's next calls have."""
+    _channels.add(channel)
+
+
+def _forked() -> None:
+    for channel in list(_channels):
+        why = f"{channel.client!r} belongs to the process that opened it, not to its forked child; "
+        channel.abandon(ClientClosedError(why + "open another client or model in the child"))
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forked)
 
 
 class AsyncChannel:
@@ -50,6 +72,7 @@ class AsyncChannel:
         self.interrupt = self._threads.interrupt
         self._timer = self._loop.call_later(WATCH_S, self._watch)
         self._use(connection, [])
+        abandon_in_children(self)
 
     @classmethod
     async def open(
@@ -233,6 +256,12 @@ class AsyncChannel:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+
+    def abandon(self, error: ClientClosedError) -> None:
+        """End the channel in a forked child process with ``error``; the parent process keeps the connection."""
+        self._conversation.end(error)
+        # Closing the connection here would take its socket off the selector that the parent uses, too.
+        self._parents, self._connection = self._connection, None
 
     def close(self) -> None:
         """Leave. Outstanding calls end with ClientClosedError."""

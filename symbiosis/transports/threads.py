@@ -6,6 +6,7 @@ Backward passes of coroutine clients and synchronous code run on such threads.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -32,12 +33,15 @@ class ThreadCalls:
         cancel: Callable[[Call], object],
     ) -> None:
         self._loop = loop
+        self._pid = os.getpid()
         self._send = send
         self._cancel = cancel
         self._waiting: dict[Answers, Call] = {}
 
     def call(self, call: Call) -> Results:
         """Send a call and return its results. Any thread but the loop's may call this."""
+        if os.getpid() != self._pid:
+            raise ClientClosedError("this client belongs to the process that opened it, not to its forked child")
         answers: Answers = SimpleQueue()
         self._waiting[answers] = call
         try:
