@@ -155,13 +155,15 @@ class Pads(Mask):
                 return
             self._closed = True
             self._changed.notify()
-        self._thread.join()
-        error = ClientClosedError("the client of these pads was closed")
-        for stock in self._stocks.values():
-            stock.fail(error)
-            stock.save()
-        if self._folder is not None:
-            self._folder.close()
+        try:
+            self._thread.join()
+            error = ClientClosedError("the client of these pads was closed")
+            for stock in self._stocks.values():
+                stock.fail(error)
+                stock.save()
+        finally:  # also after Ctrl-C, unless the thread still counts pads
+            if self._folder is not None and not self._thread.is_alive():
+                self._folder.close()
 
     def _draw(self, key: MaskedKey, rows: int) -> tuple[torch.Tensor, Future[Results]]:
         """Use the next pads of a key. Returns them as integers [rows, width], and the future of their effects."""

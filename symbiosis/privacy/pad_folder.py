@@ -11,6 +11,7 @@ has a new secret and so other pads.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
@@ -41,7 +42,7 @@ class PadFolder:
     """
 
     def __init__(self, path: str | Path, fingerprint: str) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # counters are opened again and again, perhaps from another directory
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.path.stat().st_mode & 0o077:
@@ -62,10 +63,14 @@ class PadFolder:
 
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise PrivacyError(
                 f"local-pads: {self.path} is in use by another client, which would use the same pads; give each client "
                 "a folder of its own"
+            ) from error
+        except OSError as error:
+            raise PrivacyError(
+                f"local-pads: {self.path} cannot be locked ({error.strerror or error}); use a folder on a local disk"
             ) from error
 
     def _model(self, fingerprint: bytes) -> bytes:
@@ -114,7 +119,8 @@ class PadFolder:
         """Release the folder."""
         import fcntl
 
-        fcntl.flock(self._lock, fcntl.LOCK_UN)  # closing the file is not enough: a forked child shares the lock
+        with contextlib.suppress(OSError):  # on a file system without locks
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # closing the file is not enough: a forked child shares the lock
         self._lock.close()
 
 

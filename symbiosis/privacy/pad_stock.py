@@ -121,10 +121,10 @@ class PadStock:
         if self._folder is None or self._counter is None:
             return
         if self.ready:
-            effects = torch.cat(self._take(self.next, self.ready), dim=1)
             try:
+                effects = torch.cat(self._take(self.next, self.ready), dim=1)
                 self._folder.write_effects(self._name, self._secret, self.next, effects)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # no room on the disk, or in memory
                 log.warning("effects of pads are not kept on disk", why=str(error))
         with contextlib.suppress(PrivacyError):  # the next client then skips pads that are ready
             self._counter.write(self.next)

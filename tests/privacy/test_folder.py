@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import threading
@@ -251,6 +252,48 @@ def test_a_forked_child_does_not_use_its_parents_pads(folder: Path) -> None:
         assert file.read_bytes() == before
         assert PadCounter(file).value >= 3
         masking.ask((0,), Pass.FORWARD, torch.ones(3, 32))
+
+
+def test_a_relative_folder_stays_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the program changes its working directory to one with pads of that name."""
+    counters = []
+    for run in ("a", "b"):
+        (tmp_path / run).mkdir()
+        monkeypatch.chdir(tmp_path / run)
+        with opened(Path("pads")) as masking:
+            masking.ask((0,), Pass.FORWARD, X)
+        counters += (tmp_path / run / "pads").glob("*.counter")
+    of_a, of_b = counters
+    before = PadCounter(of_a).value, PadCounter(of_b).value
+    monkeypatch.chdir(tmp_path / "a")
+    with opened(Path("pads")) as masking:
+        monkeypatch.chdir(tmp_path / "b")
+        masking.ask((0,), Pass.FORWARD, X)
+    assert (PadCounter(of_a).value, PadCounter(of_b).value) == (before[0] + len(X), before[1])
+
+
+def test_a_failed_close_leaves_the_folder_to_the_next_client(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    masking = opened(folder)
+    masking.ask((0,), Pass.FORWARD, X)
+    masking.prepare()
+    with monkeypatch.context() as patched:
+        patched.setattr(PadCounter, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            masking.channel.close()
+    opened(folder).channel.close()
+
+
+def interrupted(*arguments: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_folder_that_cannot_be_locked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(PrivacyError, match=r"cannot be locked \(No locks available\)"):
+        opened(folder)
 
 
 def test_a_refused_accuracy_leaves_the_folder_to_the_next_client(folder: Path) -> None:
