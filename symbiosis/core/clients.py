@@ -27,10 +27,16 @@ class ClientState:
     asked: bool = True
     """Whether the client has sent a request since it last counted as thinking because it began a walk."""
     passed: int = 0
-    """Number of batches that passed over requests of its present walk."""
+    """Number of batches that passed over requests of its present walk, or of the latest part of a long one."""
     held: float = 0.0
     """Seconds by which waits without a limit have delayed this walk since a batch first passed over one of its
     requests."""
+    requests: int = 0
+    """Requests since these two were 0."""
+
+    def begin_traversal(self) -> None:
+        """Note that the client begins to walk through the model anew."""
+        self.passed, self.held, self.requests = 0, 0.0, 0
 
 
 class Clients:

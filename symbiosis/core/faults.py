@@ -76,21 +76,33 @@ class PolicyFaults:
 
 
 def are_terms(answer: object) -> bool:
-    """Return whether this is an answer of ``Policy.default_terms``."""
-    return isinstance(answer, Terms)
+    """Return whether this is an answer of ``Policy.default_terms``.
+
+    Raises:
+        UsageError: these are terms with a value of the wrong type, or a target that is not positive.
+    """
+    if not isinstance(answer, Terms) or type(answer.priority) is not int:
+        return False
+    answer._replace(priority=0).check()  # a policy may grant higher priorities than a client may state
+    return True
 
 
 def are_counts(answer: object) -> bool:
     """Return whether this is an answer of ``Policy.slo``."""
     return isinstance(answer, Mapping) and all(
-        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(one, Integral) for one in pair)
-        for pair in answer.values()
+        isinstance(name, str)
+        and isinstance(pair, tuple)
+        and len(pair) == 2
+        and all(isinstance(one, Integral) for one in pair)
+        for name, pair in answer.items()
     )
 
 
 def are_numbers(answer: object) -> bool:
     """Return whether this is an answer of ``Policy.service``."""
-    return isinstance(answer, Mapping) and all(isinstance(value, Real) for value in answer.values())
+    return isinstance(answer, Mapping) and all(
+        isinstance(name, str) and isinstance(value, Real) for name, value in answer.items()
+    )
 
 
 def problem(

@@ -217,7 +217,7 @@ class Request:
     seen: int = field(default=0)
     """Number of batches that had started when it was queued."""
     passed: int = field(default=0)
-    """Number of batches that passed over earlier requests of the same walk."""
+    """Number of batches that passed over earlier requests of the same walk, or of the latest part of a long one."""
     joint: Mapping[str, float] | None = field(default=None)
     """In a joint walk, the part of the rows that each client has. None in other walks."""
 

@@ -19,7 +19,8 @@ thinking and the policy allows it. The driver's other work gets its turn every :
 for :data:`STOPPED_S` without a request counts as stopped, and not as thinking, until its next request. A client of
 another process that begins one walk after another without a request counts as thinking for the first only. Once a batch
 has passed over a request, waits without a limit may delay the rest of its walk by :data:`HELD_S` in all: otherwise a
-client that sends single rows at intervals could delay each request anew.
+client that sends single rows at intervals could delay each request anew. A walk of many tokens counts as several here,
+of two requests for each layer.
 
 Cost: submission, cancellation and completion are O(1) in the number of clients and of their requests, and O(n) in those
 of the same client and key. A decision costs what the policy needs, plus the size of its batch; it looks at all clients
@@ -169,7 +170,8 @@ class Scheduler:
     def walk_began(self, client: str, now: float) -> None:
         """Note that a client began to walk the model."""
         state = self._states[client]
-        state.in_walk, state.passed, state.held = True, 0, 0.0
+        state.in_walk = True
+        state.begin_traversal()
         self._turned = -math.inf  # other clients may be about to begin: their requests can share its first batch
         if not state.open:
             self._clients.begin_walk(state, now)
@@ -247,8 +249,6 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request. Its id must be new, and its client must have joined."""
         state = self._admit(request)
-        if not state.in_walk:
-            state.passed, state.held = 0, 0.0
         request.seen, request.passed = self.batches, state.passed
         self._queues.add(request)
         self._faults.tell("submitted", self.policy.submitted, request)
@@ -363,6 +363,9 @@ class Scheduler:
         state = self._states.get(request.client)
         if state is None:
             raise UsageError(f"request {request.id} is from {request.client!r}, which has not joined")
+        if not state.in_walk or state.requests == 2 * self.layers:  # for a coroutine, a walk may be a whole text
+            state.begin_traversal()
+        state.requests += 1
         self._open[request.id] = request
         state.open += 1
         state.asked = True

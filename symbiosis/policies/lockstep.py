@@ -11,7 +11,8 @@ class Lockstep(Policy):
     """Run a batch only when all clients in a walk are blocked, and then the queue that is furthest behind.
 
     A client that thinks for a long time delays all other clients: this is what lockstep means. A client whose requests
-    were passed over for 2 × layers batches during one walk runs first for the rest of that walk.
+    were passed over for 2 × layers batches during one walk runs first for the rest of that walk. In a walk of many
+    tokens, 2 × layers requests count as a walk of their own.
     """
 
     name = "lockstep"

@@ -47,6 +47,7 @@ class Walk:
     seen: float  # time of the latest request or answer
     away: float = 0.0  # time during which the client had no request here
     spent: float = 0.0  # time that the executor has spent on a prompt
+    ttft: float = 0.0  # target of a prompt
     rank: tuple[bool, float] = (False, 0.0)  # place in the order in which prompts run
     over: bool = False
 
@@ -107,6 +108,7 @@ class Walks:
         self._share = 0.0  # time that fine-tuning may take before queued prompts
         self._between, self._until = math.inf, 0.0  # least slack of a text's next token, and until when that holds
         self._spare = math.inf  # time that fine-tuning may take before a prompt is late
+        self._half = math.inf  # the same before one has less than half of its target left
 
     def submitted(self, request: Request, begins: bool) -> None:
         """Note a request of an inference client, and whether it begins a walk."""
@@ -139,6 +141,7 @@ class Walks:
         else:
             self._share = max(self._share - seconds, 0.0)
             self._spare -= seconds
+            self._half -= seconds
 
     def started(self, request: Request, at: float) -> None:
         """Note that a batch has started that answers a request at time ``at``."""
@@ -163,7 +166,7 @@ class Walks:
             return slack
         share = math.inf
         if self.first_prompt(now):
-            share = self._share if self._spare > self._ttft_s / 2 else 0.0  # more prompts may come
+            share = self._share if self._half > 0 else 0.0  # more prompts may come
         between = self._between if now < self._until else AIM * self._slo_s  # a text may begin its next token
         return min(slack, between, share, self._spare)
 
@@ -209,7 +212,8 @@ class Walks:
     def _begin_prompt(self, client: KnownClient, request: Request) -> Walk:
         now, ttft = request.arrived, (request.terms.ttft_ms or 1e3 * self._ttft_s) / 1e3
         client.began, client.tokens, client.late = math.inf, 0, False
-        walk = self._prompts[request.client] = Walk(request, request, now + ttft, self._others, STOPPED_S, now)
+        walk = Walk(request, request, now + ttft, self._others, STOPPED_S, now, ttft=ttft)
+        self._prompts[request.client] = walk
         walk.rank = False, walk.due
         self._changes += 1
         return walk
@@ -270,7 +274,7 @@ class Walks:
         self._prompts = {client: walk for client, walk in self._prompts.items() if not walk.ended(now)}
         part = 1 - min(self._usual_s / (AIM * self._slo_s), 0.9)
         kept: Heap = []
-        self._spare, ends = math.inf, now
+        self._spare, self._half, ends = math.inf, math.inf, now
         for walk in sorted(self._prompts.values(), key=lambda walk: walk.due):
             work = max(self._cost.predict(walk.first.rows) - walk.spent, 0.0) / part
             walk.rank = False, walk.due
@@ -281,6 +285,7 @@ class Walks:
                 ends += negative
                 longest.rank = True, longest.first.arrived
             self._spare = min(self._spare, walk.due - ends)
+            self._half = min(self._half, walk.due - ends - walk.ttft / 2)
         self._queue = [(walk.rank, walk.last.id, walk.last) for walk in self._prompts.values() if _queued(walk.last)]
         heapq.heapify(self._queue)
 

@@ -86,6 +86,8 @@ class World:
         waits."""
         self._wait: tuple[str, float] | None = None
         """During a wait with such a request at the front: its client, and since when."""
+        self._requests: Counter[str] = Counter()
+        """Requests of each client in its walk; a new walk begins after two for each layer."""
         self._passed_over: set[str] = set()
         """Clients of whose present walk a request was passed over."""
         self._overtaken: set[int] = set()
@@ -160,8 +162,9 @@ class World:
         self._ids += 1
         self.waiting[request.id] = request
         self._taken[request.id] = self._done[request.id] = 0
-        if not self.clients[client]:
+        if not self.clients[client] or self._requests[client] == 2 * self.scheduler.layers:
             self._new_walk(client)
+        self._requests[client] += 1
         if client in self._passed_over:
             self._overtaken.add(request.id)
         self._thinks_since.pop(client, None)
@@ -222,6 +225,7 @@ class World:
 
     def _new_walk(self, client: str) -> None:
         self._held[client] = 0.0
+        self._requests[client] = 0
         self._passed_over.discard(client)
 
     def _started(self, batch: Batch) -> None:

@@ -459,7 +459,37 @@ def test_a_policy_that_raises_when_it_is_asked_costs_its_answers_only() -> None:
     assert "raised in slo(): RuntimeError('no targets')" in second
 
 
-@pytest.mark.parametrize("wrong", [None, "x", {"a": "x"}, {"a": (1, "x")}, {"a": (1,)}])
+def test_a_walk_of_many_tokens_counts_anew_after_two_requests_a_layer() -> None:
+    """As the text of a coroutine does, whose tokens are one walk."""
+    scheduler, policy = make("text", "other")
+    passed = []
+    for number in range(6):
+        requests = [
+            Request(2 * number + last, client, F0, 1, Kind.DECODE, 0.0) for last, client in enumerate(("other", "text"))
+        ]
+        for request in requests:
+            scheduler.submit(request)
+        passed.append(requests[1].passed)
+        for request in requests:
+            policy.decision = Run(F0, [(request, 1)], "told")
+            batch = scheduler.next_action(0.0)
+            assert isinstance(batch, Batch)
+            scheduler.completed(batch, 1e-3, 0.0)
+    assert passed == [0, 1, 2, 3, 0, 1]
+
+
+def test_terms_of_a_policy_are_checked() -> None:
+    class Texts(NoLockstep):
+        def default_terms(self, client: str) -> Terms:
+            return Terms(slo_ms="75ms")  # type: ignore[arg-type]
+
+    scheduler = Scheduler(Texts(), layers=1, max_rows=8)
+    assert scheduler.client_joined("a") == NO_TERMS
+    (error,) = map(str, scheduler.policy_errors)
+    assert "slo_ms is '75ms'; it must be a number of milliseconds greater than 0" in error
+
+
+@pytest.mark.parametrize("wrong", [None, "x", {"a": "x"}, {"a": (1, "x")}, {"a": (1,)}, {1: (1, 1)}, {1: 1.0}])
 def test_a_policy_that_returns_wrong_types_costs_its_answers_only(wrong: Any) -> None:
     class Wrong(NoLockstep):
         def default_terms(self, client: str) -> Any:

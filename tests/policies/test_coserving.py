@@ -15,7 +15,9 @@ from symbiosis.core.terms import NO_TERMS, Kind, Terms, kind_of
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
-from symbiosis.simulation.simulation import Ask, InWalk, Think
+from symbiosis.simulation.clock import Clock
+from symbiosis.simulation.executor import SimulatedExecutor
+from symbiosis.simulation.simulation import Ask, Cluster, Hop, InWalk, Route, Think
 from symbiosis.testing import World, tiny_model
 from tests.helpers import Conformance, loaded, world_of
 
@@ -247,7 +249,10 @@ def test_fine_tuning_yields_to_a_prompt_before_its_target_is_missed() -> None:
     assert walks._spare == pytest.approx(0.2 - 0.08 - 0.006, abs=0.01)
 
 
-def test_fine_tuning_gets_a_share_of_the_time_of_prompts_that_can_spare_it() -> None:
+@pytest.mark.parametrize("ttft_ms", [5000.0, 2000.0])
+def test_fine_tuning_gets_a_share_of_the_time_of_prompts_that_can_spare_it(ttft_ms: float) -> None:
+    """Half of the target that each prompt has counts, and not of the policy's default."""
+
     def prompts() -> Any:
         yield InWalk(True)
         while True:
@@ -255,7 +260,8 @@ def test_fine_tuning_gets_a_share_of_the_time_of_prompts_that_can_spare_it() -> 
                 yield Think(1e-4)
                 yield Ask(Key((layer,), Pass.FORWARD), 16, Kind.PREFILL)
 
-    simulation, job = Simulation(CoServing(), layers=LAYERS, cost=COST.of), Done()
+    policy = CoServing(clients={f"prompts-{number}": (100.0, ttft_ms) for number in range(2)})
+    simulation, job = Simulation(policy, layers=LAYERS, cost=COST.of), Done()
     for number in range(2):
         simulation.add(f"prompts-{number}", prompts())
     simulation.add("job", finetune(LAYERS, 512, 20e-3, job))
@@ -278,32 +284,36 @@ def test_an_abandoned_prompt_does_not_stop_fine_tuning() -> None:
     assert job.tuned - before > 0.9 * before
 
 
-class Late(Simulation):
-    """A simulation in which batches are reported one batch later than their requests are answered, as on a GPU."""
+class Late(SimulatedExecutor):
+    """An executor that reports batches one batch later than their requests are answered, as on a GPU."""
 
     reports: tuple[Batch, float] | None = None
 
     def _ran(self, batch: Batch, seconds: float) -> None:
         self._busy = False
         if self.reports is not None:
-            self._scheduler.measured(*self.reports)
+            self.scheduler.measured(*self.reports)
         self.reports = batch, seconds
-        for request in self._scheduler.completed(batch, None, self.now):
-            self._resume(self._waiting.pop(request.id), self.now)
+        for request in self.scheduler.completed(batch, None, self._clock.now):
+            self._answers.pop(request.id)()
+        self.changed()
 
 
-@pytest.mark.parametrize("kind", [Simulation, Late])
+@pytest.mark.parametrize("kind", [SimulatedExecutor, Late])
 @pytest.mark.parametrize("jobs", [2, 8])
 @pytest.mark.parametrize("default", [60.0, 200.0])
-def test_a_remote_text_keeps_its_slo_beside_many_jobs(kind: type[Simulation], jobs: int, default: float) -> None:
+def test_a_remote_text_keeps_its_slo_beside_many_jobs(kind: type[SimulatedExecutor], jobs: int, default: float) -> None:
     """Also if the SLO is shorter than that of others, and where batches are reported late."""
     policy = CoServing(slo_ms=default, clients={"text": (60.0, 5000.0)})
-    simulation, text = kind(policy, layers=LAYERS, cost=COST.of), Done()
-    simulation.add("text", generate(LAYERS, 64, 10**6, 5e-3, text))
+    clock, text = Clock(), Done()
+    executor, cluster = kind(clock, policy, layers=LAYERS, cost=COST.of), Cluster(clock)
+    route = Route([Hop(executor)])
+    cluster.add("text", generate(LAYERS, 64, 10**6, 5e-3, text), route=route)
     tuned = [Done() for _ in range(jobs)]
     for number, job in enumerate(tuned):
-        simulation.add(f"job-{number}", finetune(LAYERS, 512, 20e-3, job))
-    simulation.run(30.0)
+        cluster.add(f"job-{number}", finetune(LAYERS, 512, 20e-3, job), route=route)
+    cluster.run(30.0)
+    assert kind is SimulatedExecutor or executor.reports is not None
     assert fmean(text.per_token[5:]) <= 0.06
     assert sum(job.tuned for job in tuned) > 3000
 
