@@ -337,7 +337,7 @@ def _placed(file: Path, model: str) -> tuple[Costs, Place]:
     base, fleet = SimulatedModel.of(shape_of(model)), read_fleet(data)
     found = read_placement(data, fleet, base.shape.blocks)
     nothing = TenantWork(decode=0, finetune=0, context=0, rows=0, rank=0)  # what tenants hold is not simulated
-    if problem := fits(fleet, needs(base, nothing, found)):
+    if problem := fits(fleet, needs(fleet, base, nothing, found)):
         raise UsageError(f"--placement {file}: {model} does not fit: {problem}")
     costs = base.costs(fleet.machines[found.home].device)
     return replace(costs, text=f"{model}, {found.text()} of {file.name}"), place(fleet, found, base)

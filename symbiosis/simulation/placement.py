@@ -166,13 +166,16 @@ class TenantWork:
     """Rank of their LoRA on the four attention layers of each block."""
 
 
-def needs(base: SimulatedModel, tenants: TenantWork, placement: Placement) -> dict[str, list[dict[str, float]]]:
+def needs(
+    fleet: Fleet, base: SimulatedModel, tenants: TenantWork, placement: Placement
+) -> dict[str, list[dict[str, float]]]:
     """Return what each device of a machine must hold, in bytes by purpose, for each executor's devices and for clients.
 
     Weights and caches follow from the shape. Activations are an estimate: the tensors that a block of a Llama model in
     bf16 keeps for a backward pass, without attention scores. An adapter of a tenant that fine-tunes counts four times,
     in fp32, for its gradients and Adam's moments. The embedding is on the first device of each executor, which gives it
-    to tenants, and once more where clients compute.
+    to tenants, and once more where clients compute. On a machine of their own, clients are spread over all devices that
+    have no executor.
     """
     shape = base.shape
     embedding = float(BYTES * shape.hidden * shape.vocabulary)
@@ -192,9 +195,10 @@ def needs(base: SimulatedModel, tenants: TenantWork, placement: Placement) -> di
             devices[-site.shards]["embedding"] = embedding
     if placement.clients is not None:
         devices = found.setdefault(placement.clients, [])
-        homes.append((placement.clients, 0))
-        if not devices:
-            devices.append({})
+        free = range(len(devices), fleet.machines[placement.clients].devices)
+        free = free or range(max(len(devices), 1))
+        homes += [(placement.clients, number) for number in free]
+        devices += [{} for _ in range(len(devices), free.stop)]
     lora = tenants.rank * shape.blocks * sum(into + out for group in shape.siblings()[:2] for into, out in group)
     cache = 2 * BYTES * shape.kv * shape.blocks
     for number, (name, index) in enumerate(homes):

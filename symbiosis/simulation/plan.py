@@ -215,7 +215,7 @@ def plan(
     found: list[Candidate] = []
     refused = None
     for placement in candidates(fleet, base, clients):
-        memory = needs(base, tenants, placement)
+        memory = needs(fleet, base, tenants, placement)
         problem = fits(fleet, memory)
         rates = None
         if problem is None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from symbiosis.bench.models import PRESETS
-from symbiosis.bench.placed import Spent, WorkCosts, _Back, _There
+from symbiosis.bench.placed import MachineCosts, Spent, WorkCosts, _Back, _There
 from symbiosis.bench.placement import Figures, JobsInTurn
 from symbiosis.bench.recorder import Curve
 from symbiosis.bench.settings import Settings
@@ -39,6 +39,14 @@ def test_costs_add_up_to_the_processor_times() -> None:
     assert costs.batch_s == pytest.approx(0.3)
     assert costs.together_s == 60.0
     assert costs.wait_s == pytest.approx(0.5)  # 30 s less 10 s of batches, 5 s besides, and 10 s of the tenant
+
+
+def test_simulated_work_ends_with_the_tenants() -> None:
+    """A limit of a wait that is over, one second after it began, does not count."""
+    costs = WorkCosts(1e-4, 1e-5, 1e-5, 0.0, 1.0, 1.0, together_s=1.0)
+    machine = MachineCosts([KEY], [], {KEY: Curve([(1, 1e-3), (2, 1e-3)])}, costs, costs, [0])
+    settings = Settings(PRESETS["tiny"], torch.device("cpu"), "lockstep", "linear", 1, print)
+    assert machine._run(settings, [range(PRESETS["tiny"].layers)], [[0], [0]], costs) < 0.5
 
 
 def test_costs_of_one_tenant() -> None:

@@ -222,7 +222,7 @@ def test_what_devices_hold() -> None:
     all_weights = 2 * base.weights(range(len(base.sizes)))
     lora = 8 * 4 * (64 + 64 + 64 + 32 + 64 + 32 + 64 + 64)
     for placement in candidates(fleet, base, None):
-        needed = needs(base, tenants, placement)
+        needed = needs(fleet, base, tenants, placement)
         total = {
             purpose: sum(device.get(purpose, 0) for devices in needed.values() for device in devices)
             for purpose in ("weights", "caches", "adapters", "embedding")
@@ -233,6 +233,17 @@ def test_what_devices_hold() -> None:
         assert total["adapters"] == 4 * lora * (6 + 4 * 2)
         assert total["embedding"] == 2 * 64 * 1000 * (len(placement.sites()) + replicas)
         assert fits(fleet, needed) is None
+
+
+def test_tenants_on_another_machine_are_spread_over_its_devices() -> None:
+    base, tenants = SimulatedModel.of(SMALL), TenantWork(6, 0, 100, 32, 8)
+    machines = {"a": {"gpu": "a100"}, "workers": {"gpu": "a100", "devices": 3}}
+    fleet = read_fleet({"machines": machines, "links": [{"gbit_per_s": 1}]})
+    for placement in candidates(fleet, base, "workers"):
+        needed = needs(fleet, base, tenants, placement)
+        free = [device for device in needed["workers"] if "weights" not in device]
+        assert len({device["caches"] for device in free}) == 1
+        assert sum(device.get("caches", 0) for device in needed["workers"]) == 6 * 100 * 2 * 2 * 32 * 4
 
 
 def test_what_does_not_fit() -> None:
