@@ -38,8 +38,8 @@ torch.set_num_threads(1)  # the models are tiny; a second thread costs more time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slow tests first. At the end, a slow test would occupy one worker while the other workers are idle."""
-    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("slow", "thorough")))
+    """Run the thorough tests first. At the end, a slow one would occupy one worker while the others are idle."""
+    items.sort(key=lambda item: item.get_closest_marker("thorough") is None)
 
 
 @pytest.fixture(scope="session")

@@ -62,6 +62,8 @@ class FaultyProxy:
         """Connections ended by a fault so far."""
         self.corrupted = 0
         """Bits flipped so far."""
+        self.reordered = 0
+        """Times so far at which answers were put out of order."""
         self._target = _endpoint(target)
         self._own = _endpoint(address)
         if self._own[0] != self._target[0]:
@@ -169,7 +171,9 @@ class FaultyProxy:
                 while (found := stream.next()) is not None:
                     messages.append(found[0])
         if all(wire.unpack_answer(message)[0] in (Type.RESULT, Type.FAILED) for message in messages):
+            before = list(messages)
             self._rng.shuffle(messages)
+            self.reordered += messages != before
         return b"".join(part for message in messages for part in stream.encode(message))
 
 

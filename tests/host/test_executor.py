@@ -379,27 +379,33 @@ async def test_threads_of_the_tenants_run_two_requests_at_once_at_most(base: Any
     """
     async with symbiosis.Executor(base) as executor:
         clients = [await executor.client().open() for _ in range(4)]
-        runner: Any = executor.engine.runner
-        running = most = 0
-        real = runner.run_alone
+        engine: Any = executor.engine
+        most: dict[str, int] = {}
 
-        def run_alone(call: Any) -> Any:
-            nonlocal running, most
-            running += 1
-            most = max(most, running)
-            try:
-                return real(call)
-            finally:
-                running -= 1
+        def counted(name: str, run: Any) -> Any:
+            running = most[name] = 0
 
-        runner.run_alone = run_alone
+            def counting(*arguments: Any, **options: Any) -> Any:
+                nonlocal running
+                running += 1
+                most[name] = max(most[name], running)
+                try:
+                    return run(*arguments, **options)
+                finally:
+                    running -= 1
+
+            return counting
+
+        engine._run_lone = counted("lone", engine._run_lone)
+        engine.runner.run_alone = counted("all", engine.runner.run_alone)
 
         def forward(client: Any) -> None:
             for _ in range(5):
                 client.model(input_ids=IDS)
 
         await asyncio.gather(*[asyncio.to_thread(forward, client) for client in clients])
-        assert most <= 2  # one lone request, one from the queue
+        assert most["lone"] == 1
+        assert most["all"] <= 2  # one more from the queue
         for client in clients:
             await client.close()
 
@@ -522,6 +528,7 @@ async def test_hooks_that_one_tenant_disables_work_for_others(base: Any) -> None
             assert executor.statistics().mean_batch > 1  # the tenants ran at the same time
 
 
+@pytest.mark.usefixtures("stops_late")
 @pytest.mark.parametrize("policy", ["lockstep", "no-lockstep", "opportunistic"])
 async def test_two_clients_in_one_operation(base: Any, policy: str) -> None:
     """The second client is a reference or an assistant model. No batch waits for a client that waits for another

@@ -521,6 +521,7 @@ async def test_operations_of_one_client_run_in_order(base: Any) -> None:
     assert order == list(range(5))
 
 
+@pytest.mark.usefixtures("stops_late")
 async def test_clients_of_different_speed(base: Any) -> None:
     """A tenant that thinks for long in the middle of a walk does not delay a fast one (opportunistic batching)."""
     async with symbiosis.Executor(base, policy="opportunistic:wait_ms=1,max_wait_ms=5") as executor:

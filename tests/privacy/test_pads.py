@@ -15,7 +15,7 @@ import torch
 from symbiosis.core.requests import Call, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import PrivacyError
-from symbiosis.privacy import LocalPads, SecretShares, keystream, local_pads, pad_stock
+from symbiosis.privacy import LocalPads, SecretShares, keystream, local_pads, pad_folder, pad_stock
 from symbiosis.privacy.own_weights import OwnWeights
 from tests.privacy.masking import FORWARD, Layers, Masking, ask_on_thread, assert_all_different, normal_rows
 
@@ -76,8 +76,9 @@ def test_a_request_that_needs_more_pads_than_are_ready() -> None:
 @pytest.mark.parametrize("folder", [False, True], ids=["memory", "folder"])
 def test_an_interrupted_draw(folder: bool, tmp_path: Path) -> None:
     """After a Ctrl-C at any line of a draw, later results are right, and no pad is used twice."""
-    files = (local_pads.__file__, pad_stock.__file__, keystream.__file__)
+    files = (local_pads.__file__, pad_stock.__file__, keystream.__file__, pad_folder.__file__)
     left = 0
+    names = set()
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
         nonlocal left
@@ -89,12 +90,13 @@ def test_an_interrupted_draw(folder: bool, tmp_path: Path) -> None:
         if event == "line" and not line.startswith(("with", "try")):
             left -= 1
             if left == 0:
+                names.add(Path(frame.f_code.co_filename).name)
                 raise KeyboardInterrupt
         return trace
 
     x = normal_rows(3, 32)
     interrupted = 0
-    with Masking(LocalPads(MODEL, rows=8, folder=tmp_path / "pads" if folder else None), MODEL) as masking:
+    with Masking(LocalPads(MODEL, rows=2, folder=tmp_path / "pads" if folder else None), MODEL) as masking:
         for left_at_first in range(1, 1000):
             left = left_at_first
             sys.settrace(trace)
@@ -110,6 +112,7 @@ def test_an_interrupted_draw(folder: bool, tmp_path: Path) -> None:
             if left > 0:
                 break
         assert interrupted > 20
+        assert ("pad_folder.py" in names) is folder
         assert_all_different(masking.pads(x))
 
 

@@ -144,7 +144,7 @@ class WaitsForEver(Oldest):
         return Wait(None)
 
 
-@bad("")
+@bad("waits without a limit while no client is thinking")
 class WaitsUntilInfinity(Oldest):
     def decide(self, view: View, now: float) -> Any:
         return Wait(math.inf)
@@ -305,7 +305,7 @@ class WaitsForAString(Oldest):
         return Wait("a while")  # type: ignore[arg-type]
 
 
-@bad("")
+@bad("rows of request")
 class TakesHalfARow(Oldest):
     def decide(self, view: View, now: float) -> Any:
         return Run(view.oldest.key, [(view.oldest, 0.5 + view.oldest.remaining / 2)], "half")  # type: ignore[list-item]

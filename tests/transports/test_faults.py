@@ -85,7 +85,7 @@ async def test_answers_out_of_order(base: Any, tmp_path: Path) -> None:
     addresses = f"shm://{tmp_path}/executor.sock", f"shm://{tmp_path}/proxy.sock"
     async with symbiosis.Executor(base, policy="no-lockstep") as executor:
         await executor.listen(addresses[0])
-        with FaultyProxy(*addresses, Faults(reorder=True, spare=3)):
+        with FaultyProxy(*addresses, Faults(reorder=True, spare=3)) as proxy:
             channel = await make_transport(addresses[1]).connect(addresses[1], "client")
             for turn in range(5):
                 calls = [
@@ -98,6 +98,7 @@ async def test_answers_out_of_order(base: Any, tmp_path: Path) -> None:
                     wanted = base.model.layers[0].self_attn.q_proj(call.tensors[0])
                     torch.testing.assert_close(result, wanted)
             channel.close()
+        assert proxy.reordered
 
 
 async def test_corruption_affects_no_other_client(base: Any, addresses: tuple[str, str]) -> None:

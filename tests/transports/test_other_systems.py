@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 import symbiosis
 from symbiosis.core.registry import make_transport
 from symbiosis.errors import UsageError
+from symbiosis.testing import tiny_model
 from symbiosis.transports import share
 from tests.helpers import in_thread
 from tests.test_documentation import check_readme_example
@@ -35,8 +35,12 @@ def test_all_modules_can_be_imported_and_the_readme_example_runs(tmp_path: Path)
     check_readme_example(tmp_path, after=WITHOUT)
 
 
-async def test_tcp_needs_neither_memfd_nor_proc(base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tcp_needs_neither_memfd_nor_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The share of the model arrives whole, and shm:// names tcp:// as the alternative."""
+    base = tiny_model("llama", vocab_size=77)  # no other test has it: a process keeps a share while a model uses it
+    copied = []
+    tensors_in = share.tensors_in
+    monkeypatch.setattr(share, "tensors_in", lambda *arguments: copied.append(arguments) or tensors_in(*arguments))
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr(share, "OPEN_FILES", tmp_path)
     with pytest.raises(UsageError, match=r"needs Linux.*use tcp://"):
@@ -52,3 +56,4 @@ async def test_tcp_needs_neither_memfd_nor_proc(base: Any, tmp_path: Path, monke
                 return result
 
         torch.testing.assert_close(await in_thread(logits), expected)
+    assert copied

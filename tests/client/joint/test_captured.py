@@ -166,6 +166,7 @@ async def test_room_for_longer_texts_is_made(device: str, walks: _Walks, monkeyp
         )
     assert [capacity for _, capacity in sizes] == sorted({capacity for _, capacity in sizes})
     assert {rows for rows, _ in sizes} == {4}
+    assert len(sizes) > 1
     for number, (out, length) in enumerate(zip(outs, lengths, strict=True)):
         assert_equal(out, expected_of(plain_base, number, length, 24), tolerance(device))
 

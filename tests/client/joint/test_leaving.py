@@ -15,6 +15,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from symbiosis import Client, Executor
+from symbiosis.errors import ClientClosedError
 from tests.client.joint.common import (
     OPTIONS,
     InNextWalk,
@@ -87,8 +88,9 @@ async def test_a_tenant_that_goes_in_the_middle_does_not_disturb_the_others(what
         outs = await asyncio.gather(going, *map(generate, others), return_exceptions=True)
         await asyncio.gather(*closing)
         assert isinstance(outs[0], BaseException)
-        kinds = {"cancelled": asyncio.CancelledError, "failed": ValueError}
-        assert isinstance(outs[0], kinds.get(what, Exception)), outs[0]
+        kinds = {"cancelled": asyncio.CancelledError, "failed": ValueError, "closed": ClientClosedError}
+        assert isinstance(outs[0], kinds[what]), outs[0]
+        assert bool(closing) is (what == "closed")
         again = await asyncio.gather(*map(generate, others))
         if what != "closed":
             assert_equal(await generate(clients[1]), expected_of(plain_base, 1))
