@@ -15,6 +15,7 @@ from symbiosis.bench.service import served
 from symbiosis.bench.settings import Settings
 from symbiosis.core.privacy import Privacy
 from symbiosis.privacy import LocalPads, NoisePool, SecretShares
+from symbiosis.privacy.audit.costs import relative_error
 
 GOALS = {"overhead_noise_pool": "≤ 1.10, precomputed"}
 _BARE = "none"
@@ -44,7 +45,7 @@ async def privacy(settings: Settings) -> Report:
             client = await stack.enter_async_context(remote.client(lora(), seed=0, privacy=scheme or "none"))
             tenants[name] = Tenant(client, preset, settings.device)
         bare = await _logits(tenants[_BARE])
-        errors = {name: _error(await _logits(tenant), bare) for name, tenant in tenants.items()}
+        errors = {name: relative_error(await _logits(tenant), bare) for name, tenant in tenants.items()}
         times = await _measure(settings, tenants)
     for name in tenants:
         _report_scheme(report, settings, name, times, errors[name])
@@ -114,7 +115,3 @@ async def _logits(tenant: Tenant) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = (await tenant.client.forward(input_ids=tenant.batch["input_ids"])).logits
     return logits.float()
-
-
-def _error(logits: torch.Tensor, bare: torch.Tensor) -> float:
-    return ((logits - bare).abs().max() / bare.abs().max()).item()

@@ -31,7 +31,7 @@ class VirtModule(VirtLayer):
             if child is not None
         ]
         self._parts = [m._parameters for m in self.modules() if not isinstance(m, (VirtLinear, VirtConv1D))]
-        self._given = [_given(parameters) for parameters in self._parts]
+        self._given = [names_given(parameters) for parameters in self._parts]
         self._dropouts = [m for m in self.modules() if isinstance(m, nn.modules.dropout._DropoutNd)]
 
     def _check_can_run_here(self) -> None:
@@ -55,7 +55,7 @@ class VirtModule(VirtLayer):
             ):
                 return False
         for parameters, given in zip(self._parts, self._given, strict=True):
-            if _given(parameters) != given:
+            if names_given(parameters) != given:
                 return False
             for parameter in parameters.values():
                 if parameter is not None and not (isinstance(parameter, SharedParameter) and not parameter.own):
@@ -71,7 +71,7 @@ class VirtModule(VirtLayer):
         return self._call(x)
 
 
-def _given(parameters: Mapping[str, nn.Parameter | None]) -> set[str]:
+def names_given(parameters: Mapping[str, nn.Parameter | None]) -> set[str]:
     """Return the names of the parameters that there are."""
     return {name for name, parameter in parameters.items() if parameter is not None}
 

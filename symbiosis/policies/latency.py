@@ -129,9 +129,6 @@ class LatencyModel:
     def __init__(self) -> None:
         self._lines: dict[Key, Fit] = {}
 
-    def __len__(self) -> int:
-        return len(self._lines)
-
     def __getitem__(self, key: Key) -> Fit:
         line = self._lines.get(key)
         if line is None:

@@ -40,17 +40,11 @@ class OtherLoad:
     """How much of this machine's processors other programs use, and other virtual machines on its host, from now on."""
 
     def __init__(self) -> None:
-        self._began = _processor_seconds()
+        self._process = psutil.Process()
+        self.part()
 
     def part(self) -> float:
-        """Return the part of the processors' time that was not this process's, from 0 to 1."""
-        total, idle, own = (now - then for now, then in zip(_processor_seconds(), self._began, strict=True))
-        return max(0.0, (total - idle - own) / total) if total else 0.0
-
-
-def _processor_seconds() -> tuple[float, float, float]:
-    """Return seconds since the start of the machine, summed over processors: all, idle, and those of this process."""
-    times, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    # Linux counts the time of guests as the user's too.
-    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    return total, times.idle + getattr(times, "iowait", 0.0), own.user + own.system
+        """Return the part of the processors' time, since the last call, that was not this process's, from 0 to 1."""
+        used: float = psutil.cpu_percent()
+        own: float = self._process.cpu_percent() / (psutil.cpu_count() or 1)
+        return max(used - own, 0.0) / 100

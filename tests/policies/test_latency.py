@@ -104,5 +104,5 @@ def test_keys_are_separate_and_their_number_is_bounded() -> None:
     model[KEY].learn(1, 1.0)
     for layer in range(30_000):
         model[Key((layer,), Pass.FORWARD)].learn(1, 1.0)
-    assert len(model) <= 20_000
+    assert len(model._lines) <= 20_000
     assert model[KEY].predict(1) == 1.0  # keys with the fewest measurements are forgotten first

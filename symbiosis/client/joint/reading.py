@@ -43,7 +43,7 @@ from symbiosis.client.joint.tuners import (
 )
 from symbiosis.client.parameters import SharedParameter, times_owned, values_of
 from symbiosis.client.virtlayer import VirtLayer
-from symbiosis.client.virtmodule import VirtModule
+from symbiosis.client.virtmodule import VirtModule, names_given
 
 _UNLIKE = {"training", "may_have_siblings", "_output_capturing_hooks_installed"}
 """Attributes that may differ between a client's skeleton and the joint one."""
@@ -228,7 +228,7 @@ class Reading:
         return any(map(_has_effect, filter(None, self._hooks)))
 
     def _read_parameters(self, name: str, module: nn.Module, other: nn.Module) -> None:
-        if _given(module) != _given(other):
+        if names_given(module._parameters) != names_given(other._parameters):
             raise WalksAloneError(f"other parameters of {name}")
         for leaf, parameter in module._parameters.items():
             if parameter is None:
@@ -346,11 +346,6 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         for name, value in module.__dict__.items()
         if (isinstance(value, (int, float, str)) and name not in _UNLIKE) or name == "forward"
     }
-
-
-def _given(module: nn.Module) -> set[str]:
-    """Return the names of the parameters that a module has."""
-    return {leaf for leaf, parameter in module._parameters.items() if parameter is not None}
 
 
 def _has_effect(hooks: Mapping[int, Any]) -> bool:

@@ -47,8 +47,8 @@ async def measure_costs(
             await _ratio(_decode, bare, masked, plan, rounds),
             await _ratio(_train, bare, masked, plan, rounds),
             traffic,
-            _error(masked_logits, logits),
-            _error(masked_gradients, gradients),
+            relative_error(masked_logits, logits),
+            relative_error(masked_gradients, gradients),
         )
 
 
@@ -91,5 +91,6 @@ async def _train(client: Client, plan: Workload) -> None:
         await client.train_step({"input_ids": ids, "labels": ids}, optimizer)
 
 
-def _error(masked: torch.Tensor, bare: torch.Tensor) -> float:
+def relative_error(masked: torch.Tensor, bare: torch.Tensor) -> float:
+    """Return the largest error, relative to the largest number of bare rows' result."""
     return ((masked - bare).abs().max() / bare.abs().max()).item()
