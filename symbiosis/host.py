@@ -391,8 +391,9 @@ class Executor:
             slo_ms: for the policy ``co-serving``: latency target for each generated token, in milliseconds, in place
                 of the policy's own.
             ttft_ms: for the policy ``co-serving``: latency target for the first token, in milliseconds.
-            kind: the kind of all requests of this client. By default it follows from the rows: one row of a sequence
-                is decode, more rows are prefill, and rows with gradients are fine-tuning.
+            kind: the kind of all requests of this client. By default it follows from the call: one token of a sequence
+                whose earlier tokens are in a cache is decode, other rows are prefill, and rows with gradients or of a
+                model in training mode are fine-tuning.
             privacy: how rows are masked before they leave the client: a scheme of :mod:`symbiosis.privacy`, or a name
                 with options such as ``"noise-pool:size=64"``. By default they are not masked.
 

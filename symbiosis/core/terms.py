@@ -36,7 +36,7 @@ class Terms(NamedTuple):
     ttft_ms: float | None = None
     """Latency target for the first token, in milliseconds. None means the policy's default."""
     kind: Kind | None = None
-    """The kind of all requests of the client. None means that the kind follows from the rows."""
+    """The kind of all requests of the client. None means that the kind follows from the call."""
 
     def check(self, token_s: float = 0.0) -> Terms:
         """Return these terms.
