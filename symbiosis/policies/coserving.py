@@ -136,7 +136,7 @@ class CoServing(Policy):
         if overdue <= now:
             return Run(oldest.key, view.queues[oldest.key].take(view.max_rows, first=oldest), "overdue")
         decode, prompt, tuning = (queued.furthest_behind() for queued in self._queued)
-        prompt = prompt and (self.walks.first_prompt(now) or prompt)
+        prompt = prompt and (self.walks.first_prompt(now) or (None if self.walks.waits else prompt))
         for patient in (tuning, prompt):  # fine-tuning first, for its share of the time that prompts can spare
             if patient is not None:
                 rows = self._fitting(patient, view, now)

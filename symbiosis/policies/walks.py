@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from symbiosis.core.clients import STOPPED_S
@@ -101,10 +101,13 @@ class Walks:
         self._before: dict[str, tuple[int, int]] = {}  # tokens of forgotten clients, kept and missed, by tenant
         self._last_layer = 0  # of the walks that have ended; 0 before the first one
         self._prompts: dict[str, Walk] = {}  # prompts under way, by client
+        self._reading: OrderedDict[str, Walk] = OrderedDict()  # those without their last request, in order of begin
+        self._last: deque[Request] = deque()  # the last requests of the others
         self._cost = Fit()  # time that the executor spends on a prompt, by its rows
         self._queue: list[tuple[tuple[bool, float], int, Request]] = []  # requests of prompts, by rank
         self._most = 64  # length of the queue from which requests that have run are removed
         self._ordered, self._changes = -math.inf, 0  # time at which the prompts were ordered, and changes since
+        self._left = 1.0  # part of the time that tokens leave to prompts
         self._share = 0.0  # time that fine-tuning may take before queued prompts
         self._between, self._until = math.inf, 0.0  # least slack of a text's next token, and until when that holds
         self._spare = math.inf  # time that fine-tuning may take before a prompt is late
@@ -120,7 +123,10 @@ class Walks:
             walk = client.walk = (self._begin_prompt if prefill else self._begin_token)(client, request)
         walk.away += request.arrived - walk.seen
         walk.last, walk.seen = request, request.arrived
-        if prefill:
+        if prefill and request.rows < walk.first.rows and request.key.layers[-1] == self._last_layer:
+            self._reading.pop(request.client, None)
+            self._last.append(request)
+        elif prefill:
             heapq.heappush(self._queue, (walk.rank, request.id, request))
             if len(self._queue) > self._most:  # requests that have run stay until they come first
                 self._queue = [entry for entry in self._queue if _queued(entry[2])]
@@ -165,7 +171,7 @@ class Walks:
         if kind is _PREFILL:
             return slack
         share = math.inf
-        if self.first_prompt(now):
+        if self.first_prompt(now) or self._last:
             share = self._share if self._half > 0 else 0.0  # more prompts may come
         between = self._between if now < self._until else AIM * self._slo_s  # a text may begin its next token
         return min(slack, between, share, self._spare)
@@ -178,12 +184,37 @@ class Walks:
         return min(*stops, self._until if now < self._until else math.inf, now + self._slo_s)
 
     def first_prompt(self, now: float) -> Request | None:
-        """Return the queued request of the prompt that comes first."""
+        """Return the queued request of the prompt that comes first.
+
+        The last request of a prompt, for one row of the head, waits for prompts that were under way when it came, while
+        all have more than half of their targets left and no text decodes, if the next tokens of its text would delay
+        them by more, in sum, than it waits.
+        """
         if self._changes * 8 > len(self._prompts) or (self._prompts and now > self._ordered + self._slo_s):
             self._order(now)
+        while self._last and not _queued(self._last[0]):
+            self._last.popleft()
+        if self._last and (self._half <= 0 or now < self._until or not self._delays(self._last[0].arrived, now)):
+            return self._last[0]
         while self._queue and not _queued(self._queue[0][2]):
             heapq.heappop(self._queue)
         return self._queue[0][2] if self._queue else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether last requests of prompts wait for other prompts."""
+        return bool(self._last)
+
+    def _delays(self, before: float, now: float) -> bool:
+        """Return whether the tokens of a text would delay prompts that began before a time by more, in sum, than these
+        take. Of prompts whose last request has come, there is nothing to delay."""
+        while self._reading:
+            client, walk = next(iter(self._reading.items()))
+            if not walk.ended(now):
+                waits = walk.first.arrived < before and not walk.rank[0]  # it is not left out
+                return waits and len(self._reading) * (1 - self._left) > self._left
+            del self._reading[client]
+        return False
 
     def slo(self) -> dict[str, tuple[int, int]]:
         """Return how many tokens of each client were made in time, and how many later, those of a tenant's forgotten
@@ -202,6 +233,7 @@ class Walks:
         if len(self._clients) > _MAX_CLIENTS:
             name, forgotten = self._clients.popitem(last=False)
             self._prompts.pop(name, None)
+            self._reading.pop(name, None)
             tenant = f"{tenant_of(name)}/"
             if tenant not in self._before and len(self._before) >= _MAX_CLIENTS:
                 tenant = ""
@@ -213,7 +245,8 @@ class Walks:
         now, ttft = request.arrived, (request.terms.ttft_ms or 1e3 * self._ttft_s) / 1e3
         client.began, client.tokens, client.late = math.inf, 0, False
         walk = Walk(request, request, now + ttft, self._others, STOPPED_S, now, ttft=ttft)
-        self._prompts[request.client] = walk
+        self._prompts[request.client] = self._reading[request.client] = walk
+        self._reading.move_to_end(request.client)
         walk.rank = False, walk.due
         self._changes += 1
         return walk
@@ -258,6 +291,7 @@ class Walks:
     def _end_prompt(self, name: str, now: float) -> None:
         """End a client's prompt, if there is one under way: its first token is made."""
         walk = self._prompts.pop(name, None)
+        self._reading.pop(name, None)
         if walk is not None:
             walk.over = True
             self._cost.learn(walk.first.rows, walk.spent)
@@ -272,11 +306,11 @@ class Walks:
         in the order of arrival. Tokens take a part of the time meanwhile."""
         self._ordered, self._changes = now, 0
         self._prompts = {client: walk for client, walk in self._prompts.items() if not walk.ended(now)}
-        part = 1 - min(self._usual_s / (AIM * self._slo_s), 0.9)
+        self._left = 1 - min(self._usual_s / (AIM * self._slo_s), 0.9)
         kept: Heap = []
         self._spare, self._half, ends = math.inf, math.inf, now
         for walk in sorted(self._prompts.values(), key=lambda walk: walk.due):
-            work = max(self._cost.predict(walk.first.rows) - walk.spent, 0.0) / part
+            work = max(self._cost.predict(walk.first.rows) - walk.spent, 0.0) / self._left
             walk.rank = False, walk.due
             heapq.heappush(kept, (-work, walk.first.id, walk))
             ends += work
@@ -286,7 +320,12 @@ class Walks:
                 longest.rank = True, longest.first.arrived
             self._spare = min(self._spare, walk.due - ends)
             self._half = min(self._half, walk.due - ends - walk.ttft / 2)
-        self._queue = [(walk.rank, walk.last.id, walk.last) for walk in self._prompts.values() if _queued(walk.last)]
+        last = set(self._last)
+        self._queue = [
+            (walk.rank, walk.last.id, walk.last)
+            for walk in self._prompts.values()
+            if _queued(walk.last) and walk.last not in last
+        ]
         heapq.heapify(self._queue)
 
 

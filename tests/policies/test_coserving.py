@@ -236,6 +236,42 @@ def test_if_not_all_prompts_can_be_in_time_the_longest_is_left_out() -> None:
     assert order == ["short", "brief", "long"]
 
 
+@pytest.mark.parametrize(
+    ("ttft_ms", "what", "order"),
+    [
+        (2000, "", [{"two": 30}, {"one": 1}, {"late": 50}, {"two": 1}]),
+        (2000, "two stops", [{"one": 1}, {"late": 50}]),
+        (2000, "a text decodes", [{"one": 1}, {"two": 30}, {"two": 1}, {"late": 50}]),
+        (2000, "tokens take no time", [{"one": 1}, {"two": 30}, {"two": 1}, {"late": 50}]),
+        (1000, "", [{"one": 1}, {"two": 30}, {"two": 1}, {"late": 50}]),  # less than half of this would be left
+        (120, "", [{"one": 1}]),  # the other two cannot be in time
+    ],
+)
+def test_the_last_request_of_a_prompt_waits_for_prompts_that_came_before_it(
+    ttft_ms: float, what: str, order: list[dict[str, int]]
+) -> None:
+    """The next tokens of its text would keep them waiting."""
+    policy = CoServing(slo_ms=500, ttft_ms=ttft_ms)
+    w = world_of(policy, "a", "one", "two", "late", layers=2, max_rows=1000)
+    _prefill(w)
+    policy.walks._usual_s = 0.0 if what == "tokens take no time" else 0.4
+    w.submit("one", F0, 40, Kind.PREFILL)
+    two = w.submit("two", F0, 30, Kind.PREFILL)
+    assert rows_of(run(w, seconds=0.04)) == {"one": 40}
+    if what == "two stops":
+        w.cancel(two)
+        w.clock.advance(1.5)
+    policy.walks._until = w.clock.now + 9.0 if what == "a text decodes" else 0.0
+    w.submit("one", F1, 1, Kind.PREFILL)
+    w.submit("late", F0, 50, Kind.PREFILL)
+    ran = []
+    for _ in order:
+        ran.append(rows_of(run(w, seconds=0.03)))
+        if ran[-1] == {"two": 30}:
+            w.submit("two", F1, 1, Kind.PREFILL)
+    assert ran == order
+
+
 def test_fine_tuning_yields_to_a_prompt_before_its_target_is_missed() -> None:
     w = world_of(CoServing(slo_ms=1000, ttft_ms=200), "a", "prompt", "job", layers=2, max_rows=1000)
     _prefill(w)
