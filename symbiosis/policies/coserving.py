@@ -136,7 +136,10 @@ class CoServing(Policy):
         if overdue <= now:
             return Run(oldest.key, view.queues[oldest.key].take(view.max_rows, first=oldest), "overdue")
         decode, prompt, tuning = (queued.furthest_behind() for queued in self._queued)
-        prompt = prompt and (self.walks.first_prompt(now) or (None if self.walks.waits else prompt))
+        if prompt is not None:
+            first = self.walks.first_prompt(now)
+            waits = first is None and self.walks.waits and view.thinking > 0  # for a prompt whose client thinks
+            prompt = None if waits else first or prompt
         for patient in (tuning, prompt):  # fine-tuning first, for its share of the time that prompts can spare
             if patient is not None:
                 rows = self._fitting(patient, view, now)
@@ -146,7 +149,7 @@ class CoServing(Policy):
                     reason = "slack" if decode or view.thinking else "all"
                     return self._run(view, patient, rows, now, reason)
         if decode is None:
-            return Wait(max(min(overdue, self.walks.next_look(now)), now + 1e-4))  # for a client that decodes
+            return Wait(max(min(overdue, self.walks.next_look(now)), now + 1e-4))  # for a client that thinks
         due = decode.arrived + self.wait_ms / 1e3
         if due > now and view.thinking:
             return Wait(due)

@@ -206,13 +206,15 @@ class Walks:
         return bool(self._last)
 
     def _delays(self, before: float, now: float) -> bool:
-        """Return whether the tokens of a text would delay prompts that began before a time by more, in sum, than these
-        take. Of prompts whose last request has come, there is nothing to delay."""
+        """Return whether the tokens of a text would delay the prompts under way by more, in sum, than these take. The
+        one that began first must have begun before a time, must not be left out, and has a request queued or had one
+        within the last SLO. Of prompts whose last request has come, there is nothing to delay."""
         while self._reading:
             client, walk = next(iter(self._reading.items()))
             if not walk.ended(now):
-                waits = walk.first.arrived < before and not walk.rank[0]  # it is not left out
-                return waits and len(self._reading) * (1 - self._left) > self._left
+                active = now < walk.seen + self._slo_s or _queued(walk.last)
+                first = active and walk.first.arrived < before and not walk.rank[0]
+                return first and len(self._reading) * (1 - self._left) > self._left
             del self._reading[client]
         return False
 
@@ -320,6 +322,7 @@ class Walks:
                 longest.rank = True, longest.first.arrived
             self._spare = min(self._spare, walk.due - ends)
             self._half = min(self._half, walk.due - ends - walk.ttft / 2)
+        self._last = deque(request for request in self._last if _queued(request))
         last = set(self._last)
         self._queue = [
             (walk.rank, walk.last.id, walk.last)

@@ -240,7 +240,7 @@ def test_if_not_all_prompts_can_be_in_time_the_longest_is_left_out() -> None:
     ("ttft_ms", "what", "order"),
     [
         (2000, "", [{"two": 30}, {"one": 1}, {"late": 50}, {"two": 1}]),
-        (2000, "two stops", [{"one": 1}, {"late": 50}]),
+        (2000, "two is silent", [{"one": 1}, {"late": 50}]),
         (2000, "a text decodes", [{"one": 1}, {"two": 30}, {"two": 1}, {"late": 50}]),
         (2000, "tokens take no time", [{"one": 1}, {"two": 30}, {"two": 1}, {"late": 50}]),
         (1000, "", [{"one": 1}, {"two": 30}, {"two": 1}, {"late": 50}]),  # less than half of this would be left
@@ -258,9 +258,9 @@ def test_the_last_request_of_a_prompt_waits_for_prompts_that_came_before_it(
     w.submit("one", F0, 40, Kind.PREFILL)
     two = w.submit("two", F0, 30, Kind.PREFILL)
     assert rows_of(run(w, seconds=0.04)) == {"one": 40}
-    if what == "two stops":
+    if what == "two is silent":
         w.cancel(two)
-        w.clock.advance(1.5)
+        w.clock.advance(0.6)
     policy.walks._until = w.clock.now + 9.0 if what == "a text decodes" else 0.0
     w.submit("one", F1, 1, Kind.PREFILL)
     w.submit("late", F0, 50, Kind.PREFILL)
@@ -270,6 +270,21 @@ def test_the_last_request_of_a_prompt_waits_for_prompts_that_came_before_it(
         if ran[-1] == {"two": 30}:
             w.submit("two", F1, 1, Kind.PREFILL)
     assert ran == order
+
+
+def test_a_last_request_does_not_wait_when_no_client_thinks() -> None:
+    """As when a wrapper holds back the other prompt because of this request."""
+    policy = CoServing(slo_ms=500)
+    w = world_of(policy, "a", "one", "two", layers=2, max_rows=1000)
+    _prefill(w)
+    policy.walks._usual_s = 0.4
+    for client in ("two", "one"):
+        w.submit(client, F0, 40, Kind.PREFILL)
+        run(w, seconds=0.04)
+    w.submit("one", F1, 1, Kind.PREFILL)
+    assert isinstance(w.decide(), WaitUntil)
+    w.end_walk("two")
+    assert rows_of(run(w)) == {"one": 1}
 
 
 def test_fine_tuning_yields_to_a_prompt_before_its_target_is_missed() -> None:
