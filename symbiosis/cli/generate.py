@@ -32,7 +32,8 @@ STANDARD = Path("-")
 def generate(
     address: AddressArgument,
     prompt: Annotated[
-        str | None, typer.Option(help="Text to continue; - reads standard input.", show_default=False)
+        str | None,
+        typer.Option(help="Text to continue; - reads standard input less its last line break.", show_default=False),
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -160,7 +161,7 @@ def _asked(prompt: str | None, file: Path | None) -> list[Mapping[str, Any]]:
     if prompt is None:
         return []
     if prompt == "-":
-        return [{"prompt": _typed(sys.stdin.read)}]
+        return [{"prompt": _typed(sys.stdin.read).removesuffix("\n")}]
     check_encodable(prompt, "--prompt")
     return [{"prompt": prompt}]
 
@@ -242,6 +243,7 @@ class _Writer:
             held = ""  # the end of the text so far that may be the beginning of one of ``ends``
             said = ""  # the text that was shown
             ended = False
+            token_cache: list[int]
 
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
                 whole = self.held + text
@@ -251,6 +253,13 @@ class _Writer:
                 self.held = shown[len(shown) - held :]
                 self.said += shown[: len(shown) - held]
                 super().on_finalized_text(visible(shown[: len(shown) - held]), stream_end)
+
+            def put(self, value: torch.Tensor) -> None:
+                is_prompt = self.next_tokens_are_prompt
+                super().put(value)
+                if not is_prompt and not self.token_cache:  # it begins anew after each line, where a decoder may
+                    self.token_cache = value.flatten().tolist()[-1:]  # leave out spaces that begin a text
+                    self.print_len = len(self.tokenizer.decode(self.token_cache, **self.decode_kwargs))
 
         most = wanted = self._options["max_new_tokens"]
         if self._positions is not None:
@@ -309,13 +318,16 @@ def _to_file(
 
 @contextmanager
 def _opened(output: Path) -> Iterator[TextIO]:
-    """Open a file for writing, and close it. An error of its last write comes again from closing it, with its name."""
+    """Open a file for writing, and close it. An error of its last write comes again from closing it, with its name. A
+    file without a text is removed, so that the same command may be given again."""
     file = output.open("w", encoding="utf-8")
     try:
         yield file
     finally:
         with naming(output):
             file.close()
+        if output.is_file() and not output.stat().st_size:
+            output.unlink()
 
 
 def _chat(writer: _Writer, messages: list[dict[str, str]]) -> None:

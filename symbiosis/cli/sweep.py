@@ -97,7 +97,7 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
         _show(console(stderr=bool(signals)), results)  # Ctrl-C also ends a program that reads standard output
     # A run that had ended when the signal ended its process is complete.
     codes |= {name: 0 for name, result in results.items() if not result["stopped"] and "error" not in result}
-    stopped = [name for name, code in codes.items() if signals and code in (-signals[0], 128 + signals[0])]
+    stopped = [name for name, code in codes.items() if any(code in (-each, 128 + each) for each in signals)]
     failed = [name for name, code in codes.items() if code and name not in stopped]
     if failed:
         reason = _reason(output / f"{failed[0]}.log", logged[failed[0]], codes[failed[0]])

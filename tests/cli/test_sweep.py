@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
+from symbiosis.cli import sweep
 from symbiosis.cli.sweep import _show
 from symbiosis.terminal.console import console
 from tests.cli.runs import options
@@ -177,6 +179,21 @@ def test_a_full_disk_does_not_hide_which_runs_have_failed(
     assert f"--json {told}: not written ([Errno 28] No space left on device" in text
     assert ("1 of 1 runs ended early (a); a: error: no memory" in text) == failed
     assert "validation" in done.stdout, "the table is shown"
+
+
+def test_a_sweep_that_gets_two_signals_is_stopped(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run ends by the last one."""
+
+    def run(commands: dict[str, list[str]], output: Path, signals: list[int], mode: str) -> dict[str, int]:
+        signals += [signal.SIGINT, signal.SIGTERM]
+        return dict.fromkeys(commands, 128 + signal.SIGTERM)
+
+    monkeypatch.setattr(sweep, "_run", run)
+    (tmp_path / "sweep.toml").write_text("[a]\nseed = 1\n", encoding="utf-8")
+    given = "--data", str(data), "--output", str(tmp_path / "out"), "--sweep", str(tmp_path / "sweep.toml")
+    done = command("finetune", "shm:///nowhere.sock", *given)
+    assert done.exit_code == 128 + signal.SIGINT
+    assert "stopped: a; the same command with --resume continues" in " ".join(done.stderr.split())
 
 
 @pytest.mark.thorough
