@@ -324,10 +324,12 @@ def _opened(output: Path) -> Iterator[TextIO]:
     try:
         yield file
     finally:
-        with naming(output):
-            file.close()
-        if output.is_file() and not output.stat().st_size:
-            output.unlink()
+        try:
+            with naming(output):
+                file.close()
+        finally:
+            if output.is_file() and not output.stat().st_size:
+                output.resolve().unlink()
 
 
 def _chat(writer: _Writer, messages: list[dict[str, str]]) -> None:

@@ -181,6 +181,9 @@ class Walks:
         stopped, when no text is expected to begin its next token, or after an SLO, as prompts may have stopped, too."""
         tops = (_first(heap, now) for heap in (self._by_text, self._by_token))
         stops = [top[2].seen + top[2].patience for top in tops if top]
+        if self._last and self._reading:  # a last request may wait until this client has been silent for one SLO
+            silent = next(iter(self._reading.values())).seen + self._slo_s
+            stops += [silent] if silent > now else []
         return min(*stops, self._until if now < self._until else math.inf, now + self._slo_s)
 
     def first_prompt(self, now: float) -> Request | None:

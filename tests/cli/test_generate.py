@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,6 +210,18 @@ def test_a_full_disk_tells_how_many_texts_are_in_the_file(service: Service, tmp_
     text = " ".join(done.stderr.split())
     assert "0 of 2 texts were written" in text
     assert "error: /dev/full could not be written: No space left on device" in text
+
+
+def test_an_empty_file_is_removed_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def naming(path: Path) -> Iterator[None]:
+        yield
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(generate, "naming", naming)
+    with pytest.raises(OSError, match="No space left"), generate._opened(tmp_path / "texts.jsonl"):
+        pass
+    assert not (tmp_path / "texts.jsonl").exists()
 
 
 @pytest.mark.parametrize("texts", [0, 1])
