@@ -22,8 +22,10 @@ import peft, torch, transformers
 transformers.LlamaForCausalLM  # libraries look for the system in ways of their own
 for name in ("fcntl", "resource"):  # Windows has neither
     sys.modules[name] = None
-for module, name in ((os, "memfd_create"), (os, "MFD_CLOEXEC"), (socket, "SO_PEERCRED"), (socket, "send_fds")):
-    delattr(module, name)
+for name in ("memfd_create", "MFD_CLOEXEC", "register_at_fork"):
+    delattr(os, name)
+for name in ("SO_PEERCRED", "send_fds"):
+    delattr(socket, name)
 import symbiosis
 for module in pkgutil.walk_packages(symbiosis.__path__, "symbiosis."):
     if not module.name.endswith("__main__"):

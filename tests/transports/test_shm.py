@@ -264,24 +264,32 @@ async def test_a_forked_child_gets_an_error_that_the_model_is_its_parents(base: 
         assert await in_thread(tenant) == (7, True)
 
 
-async def test_a_forked_child_cannot_use_its_parents_client(base: Any, address: str) -> None:
+@pytest.mark.parametrize("on_thread", [False, True])
+async def test_a_forked_child_cannot_use_its_parents_client(base: Any, address: str, on_thread: bool) -> None:
     """Its calls would have the places, the ids and the masks that the parent's next calls have."""
+
+    def in_a_child(client: symbiosis.Client) -> int:
+        child = os.fork()
+        if child == 0:
+            code = 9
+            try:
+                if on_thread:  # which would wait for the parent's event loop
+                    client.model(input_ids=IDS)
+                else:
+                    asyncio.run(client.forward(input_ids=IDS))
+            except ClientClosedError as error:
+                code = 7 if "process that opened it" in str(error) else 8
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status)
 
     async def tenant() -> tuple[int, bool]:
         async with symbiosis.connect(address) as remote, remote.client() as client:
             expected = (await client.forward(input_ids=IDS)).logits
-            child = os.fork()
-            if child == 0:
-                code = 9
-                try:
-                    asyncio.run(client.forward(input_ids=IDS))
-                except ClientClosedError as error:
-                    code = 7 if "process that opened it" in str(error) else 8
-                finally:
-                    os._exit(code)
-            _, status = os.waitpid(child, 0)  # noqa: ASYNC222 (nothing else is to run)
+            code = await asyncio.to_thread(in_a_child, client) if on_thread else in_a_child(client)
             again = (await client.forward(input_ids=IDS)).logits
-            return os.waitstatus_to_exitcode(status), torch.equal(again, expected)
+            return code, torch.equal(again, expected)
 
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
