@@ -62,7 +62,10 @@ def vocabulary_of(model: Any) -> int | None:
 def save_adapter(model: Any, folder: str | PathLike[str], vocabulary: int | None) -> None:
     """Write the model's adapters as PEFT does, with the embeddings if the base model's ``vocabulary`` was resized."""
     if not isinstance(model, PeftModel):
-        raise UsageError("this client has no adapter to save; it was made without a peft_config")
+        raise UsageError(
+            "this client has no adapter to save; it was made without a peft_config (model.save_pretrained saves what "
+            "model.add_adapter has added)"
+        )
     resized = vocabulary_of(model) != vocabulary
     with without_hub(), warnings.catch_warnings():
         # PEFT asks the hub whether the vocabulary was resized.

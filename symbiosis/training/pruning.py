@@ -15,24 +15,28 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 _Recipe = Callable[[], torch.Tensor]
 """Returns a tensor that was not kept."""
 
 
 @contextlib.contextmanager
-def pruned() -> Iterator[None]:
+def pruned(*inputs: Any) -> Iterator[None]:
     """Have forward passes keep fewer activations meanwhile. Their gradients stay the same.
 
     Recomputation repeats the same operations, so gradients are bit-equal. ``nn.LayerNorm`` is the exception: its output
     is computed from the saved mean and deviation and may differ in the last bit. Supports one backward pass, without
     ``create_graph``.
+
+    Args:
+        inputs: what the forward passes get from outside: tensors, also in lists or dictionaries.
     """
-    graph = _Graph()
+    graph = _Graph(tensor.grad_fn for tensor in tree_leaves(inputs) if isinstance(tensor, torch.Tensor))
     with torch.autograd.graph.saved_tensors_hooks(graph.pack, _unpack):
         try:
             yield
@@ -98,18 +102,18 @@ def _unpack(packed: Any) -> torch.Tensor:
 class _Graph:
     """Knowledge of the graph while a forward pass builds it."""
 
-    def __init__(self) -> None:
+    def __init__(self, ran: Iterable[Any]) -> None:
         self._held: dict[tuple[Any, int], _Recipe] = {}
         """Recipes of tensors that are kept already, by (node, output)."""
-        self._relus: set[Any] = set()
-        """ReLU nodes that have saved their result."""
+        self._saved: set[Any] = set(ran)
+        """Nodes that have saved their result, if they are ReLUs."""
         self._masks: dict[int, tuple[weakref.ref[torch.Tensor], int, _Recipe]] = {}
         """By identity, because layers share masks: (mask, its version, its recipe)."""
 
     def forget(self) -> None:
         """Forget everything when the forward pass is over; the graph keeps what it needs."""
         self._held.clear()
-        self._relus.clear()
+        self._saved.clear()
         self._masks.clear()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Recipe:
@@ -118,9 +122,9 @@ class _Graph:
         node: Any = tensor.grad_fn
         if node is None:  # a parameter, or a tensor without a gradient
             return tensor if isinstance(tensor, torch.nn.Parameter) else _Kept(tensor)
-        if node.name() == "ReluBackward0" and node not in self._relus:
+        if node.name() == "ReluBackward0" and node not in self._saved:
             # The ReLU itself saves this tensor first, and needs only its signs.
-            self._relus.add(node)
+            self._saved.add(node)
             return _Bits(tensor > 0, tensor.dtype)
         key = (node, tensor.output_nr)
         recipe = self._recipe(*key)

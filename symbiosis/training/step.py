@@ -72,14 +72,15 @@ def training_step(model: Any, batch: Mapping[str, Any], window: int | None, prun
 
 def _whole(model: Any, batch: Mapping[str, Any], prune: bool) -> Step:
     def forward() -> Any:
-        with pruned() if prune else contextlib.nullcontext():
+        with pruned(dict(batch)) if prune else contextlib.nullcontext():
             return model(**batch)
 
     output = yield Forward(forward)
     loss: torch.Tensor | None = getattr(output, "loss", None)
-    del output
     if loss is None:
-        raise UsageError(f"the model gave no loss for a batch of {', '.join(batch)}; add labels")
+        remedy = "leave return_dict=False out" if isinstance(output, tuple) else "add labels"
+        raise UsageError(f"the model gave no loss for a batch of {', '.join(batch)}; {remedy}")
+    del output
     if not loss.requires_grad:
         raise UsageError(NOTHING_TRAINS)
     return (yield Backward(lambda: _backward(loss)))  # type: ignore[no-any-return]

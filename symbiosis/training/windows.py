@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -233,7 +234,7 @@ class WindowedStep:
             UsageError: the results differ. Tokens depend on later ones, or the loss is not that of next tokens.
         """
         types = self._batch.get("token_type_ids")
-        case = _adapter(self._model), types is not None and bool(types.any())
+        case = _adapters(self._model, self._core), types is not None and bool(types.any())
         if _tried.get(self._core) == case:
             return
         names = [name for name in ("input_ids", "inputs_embeds") if self._batch.get(name) is not None]
@@ -396,12 +397,21 @@ _OURS: dict[str, Any] = {
 
 
 _tried: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
-"""Models that give the same results in windows, each with the adapter, and whether token types were in use."""
+"""Models that give the same results in windows, each with its adapters, and whether token types were in use."""
 
 
 def _adapter(model: Any) -> Any:
     """Return the configuration of the active adapter, or None."""
     return model.active_peft_config if hasattr(model, "get_base_model") else None
+
+
+def _adapters(model: Any, core: Any) -> list[Any]:
+    """Return the configurations of all active adapters, also of those that ``core.add_adapter`` has added."""
+    known = getattr(core, "peft_config", {})
+    layers = [module for module in core.modules() if isinstance(module, BaseTunerLayer)]
+    names = sorted({name for layer in layers for name in layer.active_adapters} & known.keys())
+    first = _adapter(model)
+    return [*([] if first is None else [first]), *(known[name] for name in names if known[name] is not first)]
 
 
 @contextlib.contextmanager
@@ -420,14 +430,14 @@ def _without_shifts(modules: list[Any]) -> Iterator[None]:
 
 def _check_model(model: Any, core: Any, batch: Mapping[str, Any]) -> None:
     name = type(core).__name__
-    config = _adapter(model)
-    kind = "" if config is None else getattr(config.peft_type, "value", config.peft_type)
-    whole = kind in _WHOLE or (_prompt(model) is not None and kind != "PREFIX_TUNING")
-    if whole or any(getattr(config, option, None) is not None for option in _WHOLE_OPTIONS):
-        raise UsageError(
-            f"this configuration of {kind} uses the sequence as a whole, so it cannot be run in "
-            "windows; leave `window` out"
-        )
+    for config in _adapters(model, core):
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        whole = kind in _WHOLE or (config.is_prompt_learning and kind != "PREFIX_TUNING")
+        if whole or any(getattr(config, option, None) is not None for option in _WHOLE_OPTIONS):
+            raise UsageError(
+                f"this configuration of {kind} uses the sequence as a whole, so it cannot be run in "
+                "windows; leave `window` out"
+            )
     if any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
         raise UsageError(
             "gradient checkpointing disables the cache that windows need, and windows recompute anyway; call "

@@ -340,12 +340,14 @@ async def test_a_batch_without_labels(executor: symbiosis.Executor) -> None:
     async with executor.client(lora()) as client:
         with pytest.raises(UsageError, match="no loss for a batch of input_ids; add labels"):
             await client.train_step({"input_ids": IDS}, adamw(client.model))
+        with pytest.raises(UsageError, match="; leave return_dict=False out"):
+            await client.train_step({**BATCH, "return_dict": False}, adamw(client.model))
         await client.train_step(BATCH, adamw(client.model))
 
 
 async def test_saving_without_an_adapter(executor: symbiosis.Executor, tmp_path: Any) -> None:
     async with executor.client() as client:
-        with pytest.raises(UsageError, match=r"no adapter to save.*peft_config"):
+        with pytest.raises(UsageError, match=r"no adapter to save.*peft_config .model.save_pretrained saves"):
             client.save_adapter(tmp_path)
     assert not list(tmp_path.iterdir())
 

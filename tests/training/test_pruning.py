@@ -125,6 +125,15 @@ def test_relu_is_kept_as_bits(packed: list[Any]) -> None:
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
+def test_a_relu_outside_has_saved_its_result_before() -> None:
+    x = torch.randn(33, 65, requires_grad=True)
+    expected = torch.autograd.grad(functional.relu(x * 2).pow(2).sum(), x)[0]
+    given = {"inputs_embeds": functional.relu(x * 2)}
+    with pruned(given):
+        loss = given["inputs_embeds"].pow(2).sum()
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
 def test_a_mask_is_kept_once(packed: list[Any]) -> None:
     """This holds for any number of layers that share the mask, and after any number of expansions."""
     x, mask, row = torch.randn(16, 64, requires_grad=True), torch.rand(16, 64) > 0.5, torch.rand(1, 64) > 0.5

@@ -472,6 +472,19 @@ async def test_methods_that_need_the_whole_sequence(base: Any, name: str) -> Non
         await client.train_step(batch(), adamw(client.model))
 
 
+@pytest.mark.parametrize("second", [False, True], ids=["added to the model", "second active adapter"])
+async def test_all_active_adapters_are_looked_at(base: Any, second: bool) -> None:
+    whole = lora(velora_config=peft.VeloraConfig())
+    async with symbiosis.Executor(base) as executor, executor.client(lora() if second else None) as client:
+        model: Any = client.model
+        model.add_adapter("b", whole) if second else model.add_adapter(whole)
+        if second:
+            await client.train_step(batch(), adamw(model), window=4)
+            model.base_model.set_adapter(["default", "b"])
+        with pytest.raises(UsageError, match=r"LORA.*leave `window` out"):
+            await client.train_step(batch(), adamw(model), window=4)
+
+
 _TINY = {**_SMALL, "intermediate_size": 64}
 _BART = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
