@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.bounded_build import bounded_build
@@ -239,7 +240,6 @@ def make_skeleton(
     if (generation := getattr(skeleton, "generation_config", None)) is not None:
         # On a GPU, ``generate`` would compile with CUDA graphs, whose results another tenant's graphs overwrite.
         generation.disable_compile = True
-    skeleton._ddp_params_and_buffers_to_ignore = _ignored_by_ddp(skeleton)
     for part in skeleton.modules():
         part.register_state_dict_post_hook(_Protection(skeleton))
         if part._parameters or isinstance(part, VirtLayer):
@@ -253,16 +253,20 @@ def make_skeleton(
     return cast(nn.Module, skeleton)
 
 
-def _ignored_by_ddp(skeleton: nn.Module) -> list[str]:
-    """Return names that placeholders have in the model and, after PEFT has adapted it, in the PEFT model. ``torch``'s
-    DistributedDataParallel reads them, and does not make the processes' placeholders equal."""
-    names = []
-    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
-        if is_missing(parameter):
-            path, _, leaf = name.rpartition(".")
-            names += [name, f"base_model.model.{name}", f"base_model.{name}"]
-            names += [f"base_model.model.{path}.{inside}.{leaf}" for inside in ("base_layer", "original_module")]
-    return names
+_init_ddp = DistributedDataParallel.__init__
+
+
+@functools.wraps(_init_ddp)
+def _init_ddp_without_placeholders(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    """Have it leave placeholders alone wherever the module has them. It would send their NaN to all processes."""
+    missing = [name for name, parameter in module.named_parameters(remove_duplicate=False) if is_missing(parameter)]
+    if missing:
+        others = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        module._ddp_params_and_buffers_to_ignore = [*others, *missing]
+    _init_ddp(self, module, *args, **kwargs)
+
+
+DistributedDataParallel.__init__ = _init_ddp_without_placeholders  # type: ignore[method-assign]
 
 
 class _Protection:

@@ -26,7 +26,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -407,6 +406,8 @@ def _adapter(model: Any) -> Any:
 
 def _adapters(model: Any, core: Any) -> list[Any]:
     """Return the configurations of all active adapters, also of those that ``core.add_adapter`` has added."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # here, because a provider needs no PEFT
+
     known = getattr(core, "peft_config", {})
     layers = [module for module in core.modules() if isinstance(module, BaseTunerLayer)]
     names = sorted({name for layer in layers for name in layer.active_adapters} & known.keys())

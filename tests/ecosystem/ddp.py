@@ -1,7 +1,7 @@
 """DistributedDataParallel on two processes, each of which opens the model.
 
-With an argument, the script is one of the processes and prints the losses of both as JSON. The argument is a folder,
-for plain transformers + PEFT, or an executor's address.
+With an argument, the script is one of the processes and prints the losses of both as JSON, for each module that is
+wrapped. The argument is a folder, for plain transformers + PEFT, or an executor's address.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,40 @@ def opened(model: str) -> Iterator[Any]:
         yield AutoModelForCausalLM.from_pretrained(model)
 
 
+class Around(torch.nn.Module):
+    """A module that has the model, as a LightningModule has."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.model = get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM"))
+
+    def forward(self, **batch: Any) -> Any:
+        return self.model(**batch)
+
+
+def added(base: Any) -> Any:
+    """Return the model with an adapter of transformers' own integration of PEFT."""
+    base.add_adapter(LoraConfig(r=4))
+    return base
+
+
 def train(name: str) -> None:
     """Train as one of the processes."""
     dist.init_process_group("gloo")
+    found = [trained(name, wrapped) for wrapped in (lambda base: Around(base).model, Around, added)]
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # freeing the model may hang in torch 2.13: it joins gloo's thread, which waits for the GIL
+
+
+def trained(name: str, wrapped: Callable[[Any], Any]) -> list[Any]:
+    """Return the losses of all processes for what a function makes of the model."""
     rank = dist.get_rank()
     with opened(name) as base:
         torch.manual_seed(rank)  # DistributedDataParallel makes the adapters equal
-        model = DistributedDataParallel(get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM")))
+        model = DistributedDataParallel(wrapped(base))
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         losses = []
         for step in range(4):
@@ -54,21 +81,17 @@ def train(name: str) -> None:
             losses.append(loss.item())
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, losses)
-    if rank == 0:
-        print(json.dumps(every))
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # freeing the model may hang in torch 2.13: it joins gloo's thread, which waits for the GIL
+    return every
 
 
-def losses(name: str) -> list[list[float]]:
-    """Return the losses of both processes."""
+def losses(name: str) -> list[list[list[float]]]:
+    """Return the losses of both processes for each module."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with tempfile.TemporaryFile() as output:  # a process that is left behind would keep a pipe open
         subprocess.run([*run, "-m", "tests.ecosystem.ddp", name], check=True, stdout=output, timeout=100)
         output.seek(0)
-        found: list[list[float]] = json.loads(output.read().splitlines()[-1])
-    assert len(found) == 2
+        found: list[list[list[float]]] = json.loads(output.read().splitlines()[-1])
+    assert [len(each) for each in found] == [2, 2, 2]
     return found
 
 
