@@ -88,7 +88,8 @@ async def test_a_walk_that_does_not_end_is_waited_for_no_longer_than_said() -> N
     async with symbiosis.Executor(tiny_model()) as executor:
         session = executor.service.join("alice")
         session.begin_walk()
-        assert not await executor.drain(0.1)
+        async with asyncio.timeout(5):
+            assert not await executor.drain(0.1)
         session.end_walk()
         assert await executor.drain(0.1)
 

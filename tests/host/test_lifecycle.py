@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import copy
 import gc
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import symbiosis
 from symbiosis.core.requests import Key, Pass
 from symbiosis.errors import ClientClosedError, ExecutorClosedError, LayerError, UsageError
+from symbiosis.executor import engine, runner
 from symbiosis.testing import Job, run_job, run_job_plain
 from tests.conftest import client_threads
 from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, lora, parameters, prefix
@@ -253,9 +255,10 @@ async def test_base_layer_that_fails(base: Any, expected: torch.Tensor, pass_: P
         await assert_serves(executor, expected)
 
 
-async def test_no_tenant_reaches_the_rows_of_another_tenant_through_an_error(base: Any) -> None:
+@pytest.mark.parametrize("clients", [1, 2])
+async def test_no_tenant_reaches_the_rows_of_another_tenant_through_an_error(base: Any, clients: int) -> None:
     """The frames of a failed batch hold the rows of all its tenants, and no exception that a tenant gets refers to
-    these frames.
+    these frames. Each tenant gets an exception of its own.
     """
 
     def explode() -> None:
@@ -264,15 +267,20 @@ async def test_no_tenant_reaches_the_rows_of_another_tenant_through_an_error(bas
         except OSError as error:
             raise MemoryError("then") from error
 
-    async with symbiosis.Executor(base) as executor, executor.client() as client:
+    async with symbiosis.Executor(base, policy="lockstep") as executor, contextlib.AsyncExitStack() as stack:
+        tenants = [await stack.enter_async_context(executor.client()) for _ in range(clients)]
         Gate(executor, 8, Pass.FORWARD, explode)
-        with pytest.raises(LayerError) as caught:
-            await client.forward(input_ids=IDS)
-    error: BaseException | None = caught.value.__cause__
-    assert isinstance(error, MemoryError)
-    while error is not None:
-        assert error.__traceback__ is None, error
-        error = error.__cause__ or error.__context__
+        caught = await asyncio.gather(*(one.forward(input_ids=IDS) for one in tenants), return_exceptions=True)
+    assert len({id(error) for error in caught}) == clients
+    for failed in caught:
+        assert isinstance(failed, LayerError)
+        assert isinstance(failed.__cause__, MemoryError)
+        frames = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(failed.__traceback__)}
+        assert not frames & {engine.__file__, runner.__file__}
+        error: BaseException | None = failed.__cause__
+        while error is not None:
+            assert error.__traceback__ is None, error
+            error = error.__cause__ or error.__context__
 
 
 async def test_base_layer_that_fails_in_slices(base: Any, expected: torch.Tensor) -> None:
