@@ -24,7 +24,7 @@ from tests.helpers import command
 from tests.service import Service
 
 
-def plain_losses(checkpoint: Path, folder: Path) -> list[float]:
+def plain_losses(checkpoint: Path, folder: Path, seed: int = 0, **arguments: Any) -> list[float]:
     """Train on the same data with transformers and PEFT alone: 8 steps."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, pad_token="<end>")
     examples = []
@@ -33,7 +33,7 @@ def plain_losses(checkpoint: Path, folder: Path) -> list[float]:
         ids = [tokenizer.bos_token_id, *prompt, *completion, tokenizer.eos_token_id]
         labels = [-100] * (1 + len(prompt)) + ids[1 + len(prompt) :]
         examples.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = Trainer(
         get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config),
@@ -42,10 +42,11 @@ def plain_losses(checkpoint: Path, folder: Path) -> list[float]:
             max_steps=8,
             per_device_train_batch_size=4,
             learning_rate=0.02,
-            seed=0,
+            seed=seed,
             logging_steps=1,
             report_to=[],
             use_cpu=True,
+            **arguments,
         ),
         DataCollatorForSeq2Seq(tokenizer),
         examples,
@@ -54,12 +55,24 @@ def plain_losses(checkpoint: Path, folder: Path) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_losses_are_those_of_plain_peft(service: Service, data: Path, checkpoint: Path, tmp_path: Path) -> None:
-    done = command(*options(service, data, tmp_path / "a", "--steps", 8, "--json", tmp_path / "a.json"))
+@pytest.mark.parametrize(
+    ("more", "arguments"),
+    [
+        ([], {}),
+        (
+            ["--clip", 0.01, "--weight-decay", 5, "--seed", 3],
+            {"max_grad_norm": 0.01, "weight_decay": 5, "seed": 3},
+        ),
+    ],
+)
+def test_losses_are_those_of_plain_peft(
+    service: Service, data: Path, checkpoint: Path, tmp_path: Path, more: list[Any], arguments: dict[str, Any]
+) -> None:
+    done = command(*options(service, data, tmp_path / "a", "--steps", 8, "--json", tmp_path / "a.json", *more))
     assert done.exit_code == 0, done.stderr
     assert "24 examples" in done.stderr
     told = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
-    assert told["losses"] == pytest.approx(plain_losses(checkpoint, tmp_path), rel=1e-4)
+    assert told["losses"] == pytest.approx(plain_losses(checkpoint, tmp_path, **arguments), rel=1e-4)
     assert len(told["losses"]) == 8
     assert [entry["step"] for entry in log_of(tmp_path / "a") if "loss" in entry] == [*range(1, 9)]
     assert not [*(tmp_path / "a").glob(".*")], "no temporary files are left"

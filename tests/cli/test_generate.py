@@ -145,6 +145,14 @@ def test_settings_of_the_model_apply_except_those_of_sampling(
     assert greedy == text(top_k=1)
     assert greedy == text(top_p=1e-6)
     assert greedy != text()
+    for option, value in (("--top-k", "1"), ("--top-p", "1e-6")):
+        given = ["--temperature", "50", option, value]
+        assert greedy == text(), option
+    given = ["--temperature", "50", "--seed", "1"]
+    seeded = text()
+    assert seeded == text()
+    given[-1] = "2"
+    assert seeded != text()
 
 
 def test_empty_lines_of_prompts_are_told(service: Service, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ async def test_every_metric_of_the_dashboard_exists() -> None:
         assert all(labels <= known[name] for name in names), f"{expression} groups by {labels}"
 
 
-async def test_an_event_loop_that_hangs_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_executor_that_loads_hangs_or_shuts_down_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "ANSWER_S", 0.2)
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -222,6 +222,10 @@ async def test_an_event_loop_that_hangs_is_not_healthy(monkeypatch: pytest.Monke
             asking.start()
             asking.join(30)  # the event loop hangs meanwhile
             assert found == {"/health": 503, "/ready": 503, "/metrics": 503, "/other": 404}
+            assert await executor.drain(0)
+            await asyncio.to_thread(ask, "/health", "/ready", "/metrics")
+            assert found == {"/health": 200, "/ready": 503, "/metrics": 200, "/other": 404}, "it shuts down"
+            assert value(await asyncio.to_thread(lambda: get(url + "/metrics")[1]), "draining") == 1
     finally:
         server.close()
 
