@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -68,6 +69,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(executor, "REPORT_EVERY_S", 0.01)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # an earlier urlopen() has read the environment's proxies once
     actor = executor.ExecutorActor("llama/0/0", "llama", [], made)
     yield made
     actor.drain()

@@ -27,6 +27,8 @@ def test_a_terminal_gets_one_bar_for_each_task() -> None:
     with Steps(Console(file=out, width=100, force_terminal=True)) as steps:
         steps("alice", 1, 2, "loss 5")
         steps("bob", 2, 2)
+        steps("alice", 2, 2)
+        assert len(steps._progress.tasks) == 2
     text = out.getvalue()
     for shown in ("alice", "1/2", "loss 5", "bob", "2/2"):
         assert shown in text

@@ -221,7 +221,7 @@ def test_a_screen_shows_the_latest_view_in_place_on_a_terminal_and_below_elsewhe
         with screen(Console(file=out, width=80, force_terminal=terminal)) as show:
             show("first\nfirst")
             show("second")
-        assert ("\x1b" in out.getvalue()) is terminal
+        assert ("\x1b[1A\x1b[2K" in out.getvalue()) is terminal, "it erases the line above"
         assert "second" in out.getvalue()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -62,8 +63,13 @@ def test_threads_sleep_beside_processes_that_may_be_on_this_host(
 
 
 def test_more_descriptors_than_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
+    asked: list[object] = []
+
+    def refused(*limits: object) -> None:
+        asked.append(limits)
         raise ValueError("current limit exceeds maximum limit")
 
     monkeypatch.setattr("resource.setrlimit", refused)
     loop.allow_descriptors()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert asked == [(resource.RLIMIT_NOFILE, (most, most))]
