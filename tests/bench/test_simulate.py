@@ -114,7 +114,8 @@ def test_figures_are_rounded_to_three_digits() -> None:
 def test_wrong_use(arguments: list[str], why: str) -> None:
     result = CliRunner().invoke(app, ["simulate", *arguments])
     assert result.exit_code != 0
-    assert why in (result.output + str(result.exception))
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert why in " ".join(result.output.split())
 
 
 def test_an_impossible_slo_is_refused_before_the_load_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
