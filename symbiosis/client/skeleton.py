@@ -260,10 +260,14 @@ _init_ddp = DistributedDataParallel.__init__
 def _init_ddp_without_placeholders(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     """Have it leave placeholders alone wherever the module has them. It would send their NaN to all processes."""
     missing = [name for name, parameter in module.named_parameters(remove_duplicate=False) if is_missing(parameter)]
+    before = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
     if missing:
-        others = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        module._ddp_params_and_buffers_to_ignore = [*others, *missing]
-    _init_ddp(self, module, *args, **kwargs)
+        module._ddp_params_and_buffers_to_ignore = [*before, *missing]
+    try:
+        _init_ddp(self, module, *args, **kwargs)
+    finally:
+        if missing:  # weights that the tenant fetches later are its own
+            module._ddp_params_and_buffers_to_ignore = before
 
 
 DistributedDataParallel.__init__ = _init_ddp_without_placeholders  # type: ignore[method-assign]

@@ -154,8 +154,8 @@ class Policy(ABC):
         return NO_TERMS
 
     def may_join(self, client: str, now: float) -> bool:
-        """Return whether a client that is ready for its next token may take part in a walk with other clients. A policy
-        that holds back the requests of this client, and would thus hold back the others, says False."""
+        """Return whether a client may take part in a walk with other clients now. A policy that holds back the requests
+        of this client, and would thus hold back the others, says False."""
         return True
 
     def slo(self) -> Mapping[str, tuple[int, int]]:

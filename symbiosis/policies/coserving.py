@@ -78,10 +78,6 @@ class CoServing(Policy):
         slo_ms, ttft_ms = self.clients.get(client, (self.slo_ms, self.ttft_ms))
         return Terms(slo_ms=slo_ms, ttft_ms=ttft_ms)
 
-    def may_join(self, client: str, now: float) -> bool:
-        self.walks.ready(client, now)
-        return True
-
     def slo(self) -> Mapping[str, tuple[int, int]]:
         return self.walks.slo()
 

@@ -12,7 +12,6 @@ without such work. All of it but F stays the same during the walk, so a heap kno
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -69,7 +68,6 @@ class KnownClient:
     usual: float = 0.0  # usual time of a token without prompts and fine-tuning; 0 before the first one
     away: float = 0.0  # the part of it in which the client has no request here
     walk: Walk | None = None  # the latest one, which may be over
-    coming: Walk | None = None  # its next token, which waits until the walk under way has ended
     kept: int = 0  # tokens, the first one of a text included, that were made in time, by the mean over their text
     missed: int = 0  # tokens that were made later
 
@@ -80,11 +78,11 @@ class KnownClient:
         else:
             self.missed += 1
 
-    def may_keep(self, token: int, now: float, usual: float) -> bool:
-        """Return whether the text may keep its SLO if a token begins now. The text is assumed to have as many tokens
+    def may_keep(self, now: float, usual: float) -> bool:
+        """Return whether the text may keep its SLO if its next token begins now. It is assumed to have as many tokens
         left as have begun. Each of them gains the SLO less the usual time of a token."""
-        late = now + usual - self.began - token * self.slo
-        return not self.late and late <= max(token * (self.slo - usual), 0.0)
+        late = now + usual - self.began - self.tokens * self.slo
+        return not self.late and late <= max(self.tokens * (self.slo - usual), 0.0)
 
 
 Heap = list[tuple[float, int, Walk]]
@@ -98,8 +96,6 @@ class Walks:
         self._others = 0.0  # time spent on prompts and fine-tuning so far (F)
         self._usual_s = 0.0  # usual time of a token of any client
         self._clients: OrderedDict[str, KnownClient] = OrderedDict()
-        self._token: Walk | None = None  # the latest token that has begun, which may be over
-        self._pushed = itertools.count()  # numbers of the entries of the two heaps below
         self._by_text: Heap = []  # tokens by the slack that their texts allow, plus F
         self._by_token: Heap = []  # tokens by the slack that their own SLOs allow, plus F
         self._before: dict[str, tuple[int, int]] = {}  # tokens of forgotten clients, kept and missed, by tenant
@@ -136,19 +132,6 @@ class Walks:
                 self._queue = [entry for entry in self._queue if _queued(entry[2])]
                 heapq.heapify(self._queue)
                 self._most = 2 * len(self._queue) + 64
-
-    def ready(self, name: str, now: float) -> None:
-        """Note that a client is ready for its next token, which begins when the walk under way has ended. Fine-tuning
-        may delay that walk only by as much as this token allows."""
-        text, usual, token = self._clients.get(name), self._usual_s, self._token
-        if text is None or text.walk is None or token is None or token.ended(now):
-            return
-        number, aim = text.tokens + 1, AIM * text.slo
-        if usual and text.began < math.inf and text.may_keep(number, now, usual):
-            rest = max(usual - (now - token.first.arrived) + self._others - token.others, 0.0)
-            due = min(text.began + number * aim, now + aim)
-            walk = text.coming = Walk(text.walk.last, text.walk.last, due, self._others, 2 * self._slo_s, now)
-            heapq.heappush(self._by_token, (due - now - rest - usual + self._others, next(self._pushed), walk))
 
     def is_over(self, client: str) -> bool:
         """Return whether the latest walk of a client is known to have ended."""
@@ -280,22 +263,20 @@ class Walks:
         for name in request.clients:
             self._end_prompt(name, now)
             text = self._client(name, request)
-            if text.coming is not None:
-                text.coming.over, text.coming = True, None
             text.began = min(text.began, now)
             if text.tokens:  # its next token begins when the latest one is made
                 text.made(now <= text.began + text.tokens * text.slo)
             text.tokens += 1
-            if text.may_keep(text.tokens, now, usual):
+            if text.may_keep(now, usual):
                 kept.append(text)
         due = min((text.began + text.tokens * AIM * text.slo for text in kept), default=now + usual + AIM * slo)
         own = min((now + AIM * text.slo for text in kept), default=now + usual + _LEAST * slo)
-        walk = self._token = Walk(request, request, due, self._others, 2 * self._slo_s, now)
+        walk = Walk(request, request, due, self._others, 2 * self._slo_s, now)
         if request.local or client.away < _AWAY * slo:
             if own - now - usual <= self._between or now >= self._until:
                 self._between, self._until = own - now - usual, now + 2 * self._slo_s
             for heap, end in (self._by_text, due), (self._by_token, min(due, own)):
-                heapq.heappush(heap, (end - now - usual + self._others, next(self._pushed), walk))
+                heapq.heappush(heap, (end - now - usual + self._others, request.id, walk))
                 if len(heap) > 2 * len(self._clients) + 64:  # one that stays at the top keeps those below it
                     heap[:] = [entry for entry in heap if not entry[2].over]
                     heapq.heapify(heap)

@@ -409,7 +409,7 @@ def _adapters(model: Any, core: Any) -> list[Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer  # here, because a provider needs no PEFT
 
     known = getattr(core, "peft_config", {})
-    layers = [module for module in core.modules() if isinstance(module, BaseTunerLayer)]
+    layers = [each for each in core.modules() if isinstance(each, BaseTunerLayer) and not each.disable_adapters]
     names = sorted({name for layer in layers for name in layer.active_adapters} & known.keys())
     first = _adapter(model)
     return [*([] if first is None else [first]), *(known[name] for name in names if known[name] is not first)]

@@ -70,6 +70,7 @@ def trained(name: str, wrapped: Callable[[Any], Any]) -> list[Any]:
     with opened(name) as base:
         torch.manual_seed(rank)  # DistributedDataParallel makes the adapters equal
         model = DistributedDataParallel(wrapped(base))
+        assert not getattr(model.module, "_ddp_params_and_buffers_to_ignore", [])  # later weights are the tenant's own
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         losses = []
         for step in range(4):

@@ -415,29 +415,6 @@ def test_tenants_of_a_joint_walk_have_deadlines_of_their_own() -> None:
     assert clients["joint"].walk.due == pytest.approx(clients["b"].began + 4 * 0.092)
 
 
-@pytest.mark.parametrize(("waits", "first"), [(False, "job"), (True, "other")])
-def test_fine_tuning_does_not_delay_a_walk_if_the_next_token_of_a_text_waits_for_its_end(
-    waits: bool, first: str
-) -> None:
-    w = world_of(CoServing(slo_ms=100), "text", "other", "job", layers=4, local=True)
-    keys = [Key((layer,), Pass.FORWARD) for layer in range(4)]
-    learned(w, F0)
-
-    def walk(client: str, rows: int, kind: Kind, seconds: float = 1e-3) -> None:
-        for key in keys:
-            w.submit(client, key, rows, kind)
-            run(w, seconds)
-
-    for kind in (Kind.PREFILL, Kind.PREFILL, Kind.DECODE, Kind.DECODE, Kind.DECODE):
-        walk("other", 1 if kind is Kind.DECODE else 8, kind, 0.0125)
-    walk("text", 8, Kind.PREFILL)
-    w.submit("other", F0, 1, Kind.DECODE)  # 50 ms, as before, and 92 ms for fine-tuning and the rest of it
-    if waits:
-        assert w.scheduler.may_join("text", w.clock.now)
-    w.submit("job", F0, 64, Kind.FINETUNE)
-    assert first in rows_of(run(w))
-
-
 def test_backward_rows_are_fine_tuning() -> None:
     w = world()
     w.end_walk("text")

@@ -483,6 +483,10 @@ async def test_all_active_adapters_are_looked_at(base: Any, second: bool) -> Non
             model.base_model.set_adapter(["default", "b"])
         with pytest.raises(UsageError, match=r"LORA.*leave `window` out"):
             await client.train_step(batch(), adamw(model), window=4)
+        if not second:
+            model.disable_adapters()
+            model.get_input_embeddings().weight.requires_grad_(True)
+            await client.train_step(batch(), adamw(model), window=4)
 
 
 _TINY = {**_SMALL, "intermediate_size": 64}
