@@ -144,9 +144,14 @@ def generate(
         if chat:
             _chat(writer, before)
             return
-        begun = [form.prompt(writer.tokenizer, one) for one in asked]
-        for index, ids in enumerate(begun, 1):
-            writer.check(ids, "the prompt" if prompts is None else f"{prompts}: prompt {index}")
+        begun = []
+        for index, one in enumerate(asked, 1):
+            what = "the prompt" if prompts is None else f"{prompts}: prompt {index}"
+            try:
+                begun.append(form.prompt(writer.tokenizer, one))
+            except UsageError as wrong:
+                raise UsageError(f"{what}: {wrong}") from wrong
+            writer.check(begun[-1], what)
         if output is not None:
             _to_file(writer, asked, begun, number, output)
         else:
@@ -335,6 +340,7 @@ def _opened(output: Path) -> Iterator[TextIO]:
 def _chat(writer: _Writer, messages: list[dict[str, str]]) -> None:
     """Answer the lines of standard input, in a conversation that begins with these messages. Ctrl-C ends an answer;
     the conversation has what there was of it."""
+    chat_prompt(writer.tokenizer, [*messages, {"role": "user", "content": "Hello"}])  # an error comes before any text
     out = console(stderr=True)
     while True:
         out.print("[bold]you:[/] ", end="")

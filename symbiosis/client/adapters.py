@@ -35,7 +35,7 @@ from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtLayer, is_missing
 from symbiosis.errors import PlaceholderError, UsageError
 from symbiosis.offline import without_hub
-from symbiosis.training.module_modes import modes_kept
+from symbiosis.module_state import modes_kept
 
 log = logging.getLogger(__name__)
 

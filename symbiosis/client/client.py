@@ -29,7 +29,7 @@ from symbiosis.core.privacy import Preparing
 from symbiosis.core.transport import Channel
 from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
 from symbiosis.modes import modes_aside
-from symbiosis.training.module_modes import modes_kept
+from symbiosis.module_state import modes_kept
 from symbiosis.training.step import NOTHING_TRAINS, Backward, Forward, drive, training_step
 
 if TYPE_CHECKING:

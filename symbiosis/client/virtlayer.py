@@ -32,6 +32,7 @@ from symbiosis.client.siblings import Member, Siblings
 from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import RequestError
+from symbiosis.module_state import buffers_kept
 
 
 class VirtLayer(nn.Module):
@@ -380,20 +381,8 @@ def rehearse(
         inputs: arguments of the model; if there are none, one token with id 0.
         device: device of that token.
     """
-    buffers = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    with RandomStream(device), requester.rehearsing(), torch.no_grad():
-        try:
-            model(**(inputs or {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}))
-        finally:
-            for place, name, buffer, before in buffers:
-                place[name] = buffer
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+    with RandomStream(device), requester.rehearsing(), torch.no_grad(), buffers_kept(model):
+        model(**(inputs or {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}))
     keys: dict[Key, None] = {}
     for layer in model.modules():
         if isinstance(layer, _VirtLinear):

@@ -24,6 +24,7 @@ from symbiosis.errors import SplitError
 from symbiosis.executor import experts, quantized
 from symbiosis.executor.fp32_products import norms, times, times_transposed
 from symbiosis.executor.packing import PackedWeight, linear, plain
+from symbiosis.module_state import buffers_kept, modes_kept
 
 
 class BaseLayer(ABC):
@@ -322,19 +323,12 @@ def _probe(name: str, module: nn.Module) -> tuple[int, int, torch.dtype]:
     width = weight.shape[0] if isinstance(first, Conv1D) else weight.shape[1]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, width, generator=generator, device="cpu").to(weight.device, weight.dtype)
-    modes = {each: each.training for each in module.modules()}
-    buffers = [  # training changes those of batch norms
-        (each._buffers, name, buffer, buffer.clone())
-        for each in modes
-        for name, buffer in each._buffers.items()
-        if buffer is not None
-    ]
-    module.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), modes_kept(module), buffers_kept(module):
+            module.eval()
             together = module(x)
             alone = torch.cat([module(row[None]) for row in x])
-            for each in modes:
+            for each in module.modules():
                 each.training = not isinstance(each, nn.modules.dropout._DropoutNd)  # clients run active ones
             trained = module(x)
     except Exception as error:
@@ -342,13 +336,6 @@ def _probe(name: str, module: nn.Module) -> tuple[int, int, torch.dtype]:
             f"{name} ({type(module).__name__}) cannot be served whole: it does not run on a matrix of rows "
             f"[n, {width}] alone; serve its linear layers instead"
         ) from error
-    finally:
-        for each, training in modes.items():
-            each.training = training
-        for place, buffer_name, buffer, before in buffers:
-            if not torch.equal(buffer, before):
-                buffer = before if buffer.is_inference() else buffer.copy_(before)
-            place[buffer_name] = buffer
     if not isinstance(together, torch.Tensor) or together.ndim != 2 or together.shape[0] != 3:
         raise SplitError(f"{name} ({type(module).__name__}) cannot be served whole: it does not give a row for a row")
     if not torch.allclose(together.float(), alone.float(), rtol=2e-2, atol=1e-3):

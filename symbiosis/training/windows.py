@@ -31,7 +31,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from symbiosis.errors import UsageError
-from symbiosis.training.module_modes import modes_kept
+from symbiosis.module_state import modes_kept
 from symbiosis.training.pruning import pruned
 from symbiosis.training.text_length import depends_on_length
 

@@ -311,6 +311,26 @@ def test_chat_remembers_the_conversation(service: Service, tmp_path: Path, monke
     assert seen[1][: len(seen[0])] == seen[0]
 
 
+def test_errors_of_a_chat_template(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They name the record, and come before the user has typed."""
+
+    def fails(self: Any, messages: list[dict[str, str]], **_: Any) -> str:
+        if messages[0]["role"] == "system":
+            raise ValueError("no system message")
+        return "hi"
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", fails)
+    done = chat(service, "hi\n\n", "--system", "be brief")
+    assert done.exit_code == 1
+    assert "chat template fails: ValueError: no system message" in " ".join(done.stderr.split())
+    assert "you:" not in done.stderr
+    records = ({"messages": [{"role": role, "content": "hi"}]} for role in ("user", "system"))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    done = command("generate", service.address, "--prompts", str(tmp_path / "prompts.jsonl"))
+    assert done.exit_code == 1
+    assert "prompts.jsonl: prompt 2: the model's chat template fails" in " ".join(done.stderr.replace("│", "").split())
+
+
 def test_an_interrupted_answer_stays_in_the_conversation(
     service: Service, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
