@@ -34,8 +34,8 @@ from symbiosis.client.experts import VirtExperts
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtLayer, is_missing
 from symbiosis.errors import PlaceholderError, UsageError
-from symbiosis.offline import without_hub
 from symbiosis.module_state import modes_kept
+from symbiosis.offline import without_hub
 
 log = logging.getLogger(__name__)
 
