@@ -90,9 +90,9 @@ def _model(where: str, table: Mapping[str, Any]) -> Model:
             f"{where}: give model, a folder or hub id, and name, of up to 64 of the characters A-Z a-z 0-9 . _ -"
         )
     arguments = [str(values.pop("model"))]
-    for key, value in values.items():
-        arguments += _options(parameters[key], value)
     try:
+        for key, value in values.items():
+            arguments += _options(parameters[key], value, typer.Context(command))
         command.make_context("serve", [*arguments, "--listen", "tcp://127.0.0.1:0"])
     except typer.BadParameter as error:
         raise UsageError(f"{where}: {error.format_message()}") from error
@@ -109,12 +109,11 @@ def _model(where: str, table: Mapping[str, Any]) -> Model:
     )
 
 
-def _options(parameter: Any, value: str | list[str]) -> list[str]:
+def _options(parameter: Any, value: str | list[str], context: typer.Context) -> list[str]:
     """Return an option of ``serve`` as the command line has it."""
     option = parameter.opts[0]
     if getattr(parameter, "is_flag", False):
-        wanted = value == "True"
-        return [option] if wanted else list(parameter.secondary_opts[:1])
+        return [option] if parameter.process_value(context, value) else list(parameter.secondary_opts[:1])
     return [f"{option}={each}" for each in (value if isinstance(value, list) else [value])]
 
 

@@ -57,6 +57,20 @@ class ExecutorActor:
         ray.actor.exit_actor()
 
     def _run(self, command: list[str]) -> None:
+        try:
+            error = self._serve(command)
+        except Exception as wrong:  # noqa: BLE001 (the operator gets it)
+            error = f"{type(wrong).__name__}: {wrong}"
+        if self._draining:
+            return
+        served = self._report["state"] == "serving"
+        self._report |= {"state": "failed", "error": error}
+        self._tell()
+        time.sleep(0.5 if served else PAUSE_S)  # the report leaves this process before it ends
+        os._exit(1)  # Ray starts the actor again
+
+    def _serve(self, command: list[str]) -> str:
+        """Run ``symbiosis serve``, and return why it has ended."""
         host = ray.util.get_node_ip_address()
         port, health = _free_port(host), _free_port("127.0.0.1")
         self._report["address"] = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
@@ -65,13 +79,7 @@ class ExecutorActor:
         self._report["pid"] = self._child.pid
         threading.Thread(target=self._watch, args=(f"http://127.0.0.1:{health}/ready",), daemon=True).start()
         status, last = child.follow(self._child)
-        if self._draining:
-            return
-        served = self._report["state"] == "serving"
-        self._report |= {"state": "failed", "error": reason(last, status)}
-        self._tell()
-        time.sleep(0.5 if served else PAUSE_S)  # the report leaves this process before it ends
-        os._exit(1)  # Ray starts the actor again
+        return reason(last, status)
 
     def _watch(self, ready: str) -> None:
         while self._child.poll() is None:

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from symbiosis.core.registry import make_transport
-from symbiosis.errors import SymbiosisError, UsageError
+from symbiosis.errors import BrokenError, SymbiosisError, UsageError
 from symbiosis.terminal import child
 
 RESTARTS = 10
@@ -28,6 +28,8 @@ RESTARTS = 10
 AWAIT_S = 600.0
 """Seconds for which a run that was lost waits for executors at least. Large models take minutes to load."""
 LOOK_EVERY_S = 0.5
+SILENT_S = 60.0
+"""Seconds without an answer of Ray's jobs after which nobody waits for a job's end."""
 
 
 class FineTuning:
@@ -85,11 +87,23 @@ def submit(dashboard: str, job: dict[str, Any]) -> str:
 
 
 def wait(dashboard: str, job: str, tell: Callable[[str], object]) -> tuple[bool, str]:
-    """Wait until a job has ended, and return whether it succeeded and what it has printed. ``tell`` gets its states."""
-    client, state = _client(dashboard), ""
+    """Wait until a job has ended, and return whether it succeeded and what it has printed. ``tell`` gets its states.
+
+    Raises:
+        BrokenError: the URL has not answered for a minute. The job goes on.
+    """
+    client, state, answered = _client(dashboard), "", time.monotonic()
     while state not in ("SUCCEEDED", "FAILED", "STOPPED"):
         time.sleep(LOOK_EVERY_S)
-        now = str(client.get_job_status(job).value)
+        try:
+            now = str(client.get_job_status(job).value)
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() > answered + SILENT_S:
+                raise BrokenError(
+                    f"{dashboard} does not answer ({error}); the job goes on; ray job status {job} shows it"
+                ) from error
+            continue
+        answered = time.monotonic()
         if now != state:
             state = now
             tell(state.lower())

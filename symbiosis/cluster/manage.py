@@ -91,8 +91,10 @@ class ClusterManager:
             started = [place for model in plan.models for place in changes(model, model.replicas, ())[0]]
             self._start(plan, started, within_s)
         except BaseException:
-            self._remove(running.places(), drain=False)
-            ray.kill(directory)
+            try:
+                self._remove(running.places(), drain=False)
+            finally:
+                ray.kill(directory)
             raise
 
     def scale(self, name: str, replicas: int, within_s: float) -> None:
@@ -149,25 +151,35 @@ class ClusterManager:
         if not places:
             return
         running.asked("expect", list(map(str, places)))
+        made: list[ExecutorId] = []
         try:
             for place in places:
-                self._place(_model(plan, place.model), place)
+                self._place(_model(plan, place.model), place, made)
             for state in self._states(places, within_s):
                 self._tell(state)
         except BaseException:
-            self._remove(places, drain=False)
+            self._remove(made, drain=False)
             raise
 
-    def _place(self, model: Model, place: ExecutorId) -> None:
+    def _place(self, model: Model, place: ExecutorId, made: list[ExecutorId]) -> None:
+        """Start an executor. It is added to ``made`` once anything of it is there.
+
+        Raises:
+            UsageError: no node has room for it, or another command has just started one of this name.
+        """
         same = [each for each in running.places() if (each.model, each.part) == (place.model, place.part)]
         beside = filter(None, map(_reserved, same))
         for selector in selectors(model, running.away(), beside, _fitting(model)):
-            group: Any = placement_group(
-                [dict(model.resources)],
-                name=str(place),
-                lifetime="detached",
-                bundle_label_selector=[selector] if selector else None,
-            )
+            try:
+                group: Any = placement_group(
+                    [dict(model.resources)],
+                    name=str(place),
+                    lifetime="detached",
+                    bundle_label_selector=[selector] if selector else None,
+                )
+            except RayError as error:
+                raise UsageError(f"{place} cannot be placed; perhaps another command has just started it") from error
+            made.append(place)
             if group.wait(PLACE_S):
                 break
             remove_placement_group(group)

@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from symbiosis.errors import UsageError
 from symbiosis.terminal import child
+from symbiosis.transports.addresses import MAX_REPLICAS
 
 NODE_ID = "ray.io/node-id"
 """Label of every node of Ray."""
@@ -67,7 +69,13 @@ def changes(
     model: Model, replicas: int, present: Collection[ExecutorId], serving: Collection[str] = ()
 ) -> tuple[list[ExecutorId], list[ExecutorId]]:
     """Return the executors to start and those to end, so that each part of a model has this many. The first to end are
-    those whose names are not among those that serve."""
+    those whose names are not among those that serve.
+
+    Raises:
+        UsageError: the model would have more executors than a tenant takes addresses.
+    """
+    if (count := max(len(model.parts), 1) * replicas) > MAX_REPLICAS:
+        raise UsageError(f"{model.name} would have {count} executors; a tenant takes up to {MAX_REPLICAS} addresses")
     start: list[ExecutorId] = []
     end: list[ExecutorId] = []
     for part in range(max(len(model.parts), 1)):

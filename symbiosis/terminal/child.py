@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -42,12 +43,16 @@ def start(arguments: Sequence[str], cwd: str | None = None) -> subprocess.Popen[
 
 
 def follow(child: subprocess.Popen[str]) -> tuple[int, str]:
-    """Copy a child's output to this process's until the child ends. Return its exit status and its last lines."""
+    """Copy a child's output to this process's until the child ends. Return its exit status and its last lines.
+
+    A full disk below this process's output does not end the child.
+    """
     last: deque[str] = deque(maxlen=LINES)
     assert child.stdout is not None
     for line in child.stdout:
         last.append(line)
-        sys.stderr.write(line)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(line)
     return child.wait(), "".join(last).strip()
 
 

@@ -70,6 +70,11 @@ def test_a_file_becomes_arguments_of_serve(tmp_path: Path) -> None:
     assert "--policy=no-lockstep" in gpt2.arguments
 
 
+def test_flags_as_texts_mean_what_they_say(tmp_path: Path) -> None:
+    (model,) = plan_of(tmp_path, MODEL + 'keep-weights = "true"\npacked = "off"').models
+    assert model.arguments[-2:] == ("--keep-weights", "--no-packed")
+
+
 MODEL = '[[model]]\nname = "a"\nmodel = "b"\n'
 
 
@@ -90,6 +95,7 @@ MODEL = '[[model]]\nname = "a"\nmodel = "b"\n'
         (MODEL + 'nodes = "a"', "nodes is 'a'; give a table of labels"),
         (MODEL + "max-rows = 0", "model 1: .*max-rows.*greater than or equal to 1"),
         (MODEL + 'max-rows = "many"', "model 1: .*max-rows.*valid integer"),
+        (MODEL + 'packed = "sure"', "model 1: .*packed.*valid boolean"),
         (MODEL + 'policy = "nothing"', "unknown policy 'nothing'"),
         (MODEL + "[model.limits]\ncall = 1", "limit 'call=1'"),
         (MODEL + "keys = { a = 1 }", "keys is a table; give a value"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -105,3 +107,12 @@ def test_a_child_is_asked_to_end_first() -> None:
     with subprocess.Popen(["sleep", "100"], text=True) as process:
         child.stop(process, 5)
         assert process.wait(5) == -15
+
+
+def test_a_full_disk_below_the_output_does_not_end_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(line: str) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(child.sys, "stderr", SimpleNamespace(write=write))
+    ran: Any = SimpleNamespace(stdout=["loading\n", "serves\n"], wait=lambda: 0)
+    assert child.follow(ran) == (0, "loading\nserves")

@@ -80,6 +80,20 @@ def test_it_serves_also_where_the_environment_has_a_proxy(served: Served) -> Non
     until(lambda: "serving" in served.states, 5)
 
 
+def test_an_executor_that_cannot_start_is_reported_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, ends = Served(), threading.Event()
+    made.util = SimpleNamespace(get_node_ip_address=lambda: "192.0.2.1")  # an address of no interface
+    reports: list[dict[str, Any]] = []
+    made.report = SimpleNamespace(remote=lambda name, report: reports.append(report))
+    monkeypatch.setattr(executor, "ray", made)
+    monkeypatch.setattr(executor, "PAUSE_S", 0.0)
+    monkeypatch.setattr(executor.os, "_exit", lambda status: ends.set())
+    executor.ExecutorActor("llama/0/0", "llama", [], made)
+    assert ends.wait(5)
+    assert reports[-1]["state"] == "failed"
+    assert "OSError" in reports[-1]["error"]
+
+
 def test_an_executor_that_does_not_answer_any_more_reports_nothing_until_it_does(served: Served) -> None:
     until(lambda: "serving" in served.states, 5)
     served.ready = False

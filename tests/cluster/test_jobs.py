@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("ray", reason="needs the extra symbiosis-peft[ray]")
 
 from symbiosis.cluster import jobs
-from symbiosis.errors import ConnectionLostError
+from symbiosis.errors import BrokenError, ConnectionLostError
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -26,6 +26,23 @@ def test_a_lost_run_is_the_same_command_once_executors_answer(lost: bool, monkey
     job = {"arguments": ["--job", "1"], "folder": "/f", "address": "tcp://a:1", "options": {}, "retry": 7e3}
     assert jobs.FineTuning().run(job) == (0, "end")
     assert done == [("tcp://a:1", {}, 7e3)] * lost + [(["finetune", "--job", "1"], "/f")]
+
+
+def test_a_dashboard_that_does_not_answer_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([OSError("refused"), RuntimeError("503"), SimpleNamespace(value="SUCCEEDED"), OSError("refused")])
+
+    def status(job: str) -> Any:
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    client = SimpleNamespace(get_job_status=status, get_job_logs=lambda job: "done")
+    monkeypatch.setattr(jobs, "_client", lambda dashboard: client)
+    monkeypatch.setattr(jobs, "LOOK_EVERY_S", 0.0)
+    assert jobs.wait("http://head:8265", "1", lambda state: None) == (True, "done")
+    monkeypatch.setattr(jobs, "SILENT_S", -1.0)
+    with pytest.raises(BrokenError, match="the job goes on; ray job status 1"):
+        jobs.wait("http://head:8265", "1", lambda state: None)
 
 
 def test_a_run_that_was_lost_waits_for_executors_that_were_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:

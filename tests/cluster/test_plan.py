@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from symbiosis.cluster.plan import NODE_ID, ExecutorId, Model, addresses, changes, reason, selectors
+from symbiosis.errors import UsageError
 from tests.helpers import command as run_command
 
 MODEL = Model("llama", ("m",), parts=("0", "1"), nodes={"pool": "a"})
@@ -26,6 +27,13 @@ def test_numbers_are_not_used_twice() -> None:
     assert end == []
     assert changes(MODEL, 1, present) == ([], [ExecutorId("llama", 0, 3)])
     assert changes(Model("gpt2", ()), 1, present) == ([ExecutorId("gpt2", 0, 0)], [])
+
+
+def test_a_tenant_takes_so_many_addresses() -> None:
+    model = Model("llama", (), parts=("0-15", "16-31"))
+    assert len(changes(model, 32, [])[0]) == 64
+    with pytest.raises(UsageError, match="66 executors; a tenant takes up to 64"):
+        changes(model, 33, [])
 
 
 def test_executors_that_do_not_serve_end_first() -> None:

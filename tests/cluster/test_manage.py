@@ -1,0 +1,39 @@
+"""What a command of a cluster ends when it fails, without Ray."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="needs the extra symbiosis-peft[ray]")
+
+from ray.exceptions import RayError
+
+from symbiosis.cluster import manage
+from symbiosis.cluster.plan import ClusterPlan, ExecutorId, Model
+from symbiosis.errors import UsageError
+
+
+def test_a_command_ends_what_it_has_started_and_no_executor_of_another_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, others = ExecutorId("llama", 0, 1), ExecutorId("llama", 0, 2)
+
+    def group(bundles: Any, name: str, **_: Any) -> Any:
+        if name == str(others):
+            raise RayError("a placement group of this name exists")
+        return SimpleNamespace(wait=lambda seconds: True)
+
+    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *given: None))
+    monkeypatch.setattr(manage, "ray", SimpleNamespace(remote=lambda kind: made))
+    here = SimpleNamespace(asked=lambda *given: None, places=list, away=dict, directory=lambda: None)
+    monkeypatch.setattr(manage, "running", here)
+    monkeypatch.setattr(manage, "placement_group", group)
+    monkeypatch.setattr(manage, "PlacementGroupSchedulingStrategy", lambda group, index: None)
+    monkeypatch.setattr(manage, "_fitting", lambda model: ["node"])
+    removed: list[ExecutorId] = []
+    monkeypatch.setattr(manage.ClusterManager, "_remove", lambda self, places, drain: removed.extend(places))
+    manager = object.__new__(manage.ClusterManager)
+    with pytest.raises(UsageError, match="llama/0/2 cannot be placed; perhaps another command"):
+        manager._start(ClusterPlan((Model("llama", ()),)), [mine, others], 1.0)
+    assert set(removed) == {mine}
