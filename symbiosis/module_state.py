@@ -23,7 +23,7 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of all modules afterwards, such as those of batch norms, which training changes."""
+    """Restore afterwards the buffers that modules have now, such as those of batch norms, which training changes."""
     buffers = [
         (module._buffers, name, buffer, buffer.clone())
         for module in model.modules()
