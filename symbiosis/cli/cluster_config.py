@@ -89,10 +89,10 @@ def _model(where: str, table: Mapping[str, Any]) -> Model:
         raise UsageError(
             f"{where}: give model, a folder or hub id, and name, of up to 64 of the characters A-Z a-z 0-9 . _ -"
         )
-    arguments = [str(values.pop("model"))]
+    arguments, context = [str(values.pop("model"))], typer.Context(command)
     try:
         for key, value in values.items():
-            arguments += _options(parameters[key], value, typer.Context(command))
+            arguments += _options(parameters[key], value, context)
         command.make_context("serve", [*arguments, "--listen", "tcp://127.0.0.1:0"])
     except typer.BadParameter as error:
         raise UsageError(f"{where}: {error.format_message()}") from error
