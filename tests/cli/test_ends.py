@@ -468,6 +468,25 @@ def test_sighup_saves_a_checkpoint(service: Service, data: Path, tmp_path: Path)
 
 
 @pytest.mark.thorough
+def test_a_second_ctrl_c_ends_a_run_that_waits_for_its_executor(service: Service, data: Path, tmp_path: Path) -> None:
+    process = start(*options(service, data, tmp_path / "a", "--steps", LONG), "--retry", "60")
+    wait(lambda: len(losses_in(tmp_path / "a")) >= 3 or process.poll() is not None)
+    service.kill()
+    try:
+        time.sleep(1)  # a step waits for the executor
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        while "again to stop at once" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+    finally:
+        process.kill()
+        process.communicate()
+        service.start()
+
+
+@pytest.mark.thorough
 def test_ctrl_c_ends_the_reader_of_messages_first(service: Service, data: Path, tmp_path: Path) -> None:
     """As with `2>&1 | tee log`: a terminal's Ctrl-C ends both."""
     made, told = tmp_path / "a", tmp_path / "a.json"

@@ -1,4 +1,4 @@
-"""What a command of a cluster ends when it fails, without Ray."""
+"""What a command of a cluster ends when it fails, and what status shows, without Ray."""
 
 from __future__ import annotations
 
@@ -11,9 +11,21 @@ pytest.importorskip("ray", reason="needs the extra symbiosis-peft[ray]")
 
 from ray.exceptions import RayError
 
-from symbiosis.cluster import manage
+from symbiosis.cluster import manage, running
 from symbiosis.cluster.plan import ClusterPlan, ExecutorId, Model
 from symbiosis.errors import UsageError
+
+
+def test_an_executor_that_has_not_reported_for_a_while_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = {"state": "serving", "address": "tcp://a:1", "pid": 1, "node": "n", "error": ""}
+    reports = {"llama/0/0": {**report, "age_s": 1.0}, "llama/0/1": {**report, "age_s": 11.0}}
+    known = {"plan": ClusterPlan((Model("llama", ()),)), "reports": reports}
+    monkeypatch.setattr(running, "asked", known.get)
+    monkeypatch.setattr(running, "places", lambda: [ExecutorId("llama", 0, number) for number in range(3)])
+    monkeypatch.setattr(running, "away", set)
+    monkeypatch.setattr(running, "ray", SimpleNamespace(nodes=list))
+    executors = running.status()["models"]["llama"]["executors"]
+    assert [each["state"] for each in executors] == ["serving", "lost", "waiting"]
 
 
 def test_a_command_ends_what_it_has_started_and_no_executor_of_another_command(monkeypatch: pytest.MonkeyPatch) -> None:
