@@ -90,24 +90,27 @@ def wait(dashboard: str, job: str, tell: Callable[[str], object]) -> tuple[bool,
     """Wait until a job has ended, and return whether it succeeded and what it has printed. ``tell`` gets its states.
 
     Raises:
-        BrokenError: the URL has not answered for a minute. The job goes on.
+        BrokenError: there were only errors at the URL for a minute. The job may go on.
     """
     client, state, answered = _client(dashboard), "", time.monotonic()
-    while state not in ("SUCCEEDED", "FAILED", "STOPPED"):
+    while True:
         time.sleep(LOOK_EVERY_S)
         try:
             now = str(client.get_job_status(job).value)
+            ended = now in ("SUCCEEDED", "FAILED", "STOPPED")
+            printed = str(client.get_job_logs(job)) if ended else ""
         except (OSError, RuntimeError) as error:
             if time.monotonic() > answered + SILENT_S:
                 raise BrokenError(
-                    f"{dashboard} does not answer ({error}); the job goes on; ray job status {job} shows it"
+                    f"{dashboard} does not answer ({error}); the job may go on; ray job status {job} shows it"
                 ) from error
             continue
         answered = time.monotonic()
         if now != state:
             state = now
             tell(state.lower())
-    return state == "SUCCEEDED", str(client.get_job_logs(job))
+        if ended:
+            return state == "SUCCEEDED", printed
 
 
 def _client(dashboard: str) -> Any:

@@ -162,7 +162,7 @@ class ClusterManager:
             raise
 
     def _place(self, model: Model, place: ExecutorId, made: list[ExecutorId]) -> None:
-        """Start an executor. It is added to ``made`` once anything of it is there.
+        """Start an executor. It is in ``made`` as soon as anything of it may be there.
 
         Raises:
             UsageError: no node has room for it, or another command has just started one of this name.
@@ -170,6 +170,7 @@ class ClusterManager:
         same = [each for each in running.places() if (each.model, each.part) == (place.model, place.part)]
         beside = filter(None, map(_reserved, same))
         for selector in selectors(model, running.away(), beside, _fitting(model)):
+            made.append(place)
             try:
                 group: Any = placement_group(
                     [dict(model.resources)],
@@ -178,11 +179,14 @@ class ClusterManager:
                     bundle_label_selector=[selector] if selector else None,
                 )
             except RayError as error:
-                raise UsageError(f"{place} cannot be placed; perhaps another command has just started it") from error
-            made.append(place)
+                if "already exists" not in str(error):
+                    raise UsageError(f"{place} cannot be placed: {error}") from error
+                made.remove(place)
+                raise UsageError(f"another command has just started {place}; try again when it has ended") from error
             if group.wait(PLACE_S):
                 break
             remove_placement_group(group)
+            made.remove(place)
         else:
             raise UsageError(f"no node has room for {place}: {_shown(model)}; see ray status")
         options: dict[str, Any] = {

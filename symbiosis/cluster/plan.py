@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from symbiosis.errors import UsageError
 from symbiosis.terminal import child
-from symbiosis.transports.addresses import MAX_REPLICAS
+from symbiosis.transports.limits import MAX_REPLICAS
 
 NODE_ID = "ray.io/node-id"
 """Label of every node of Ray."""

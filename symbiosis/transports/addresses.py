@@ -19,6 +19,7 @@ from symbiosis.errors import ConnectionLostError, SymbiosisError, UsageError
 from symbiosis.log import get_logger
 from symbiosis.transports.connection import BlockingJoin, Join
 from symbiosis.transports.conversation import MAY_RETURN
+from symbiosis.transports.limits import MAX_REPLICAS
 from symbiosis.transports.model_parts import checked
 from symbiosis.transports.shm_client import socket_path
 from symbiosis.transports.sockets import host_and_port
@@ -31,7 +32,6 @@ SHOWN_WITHIN_S = 5.0
 """The same, where the status of each is asked for or none has answered: a replica in a long batch answers late."""
 LOOK_EVERY_S = 5.0
 """Seconds between two looks at all replicas by clients of one process."""
-MAX_REPLICAS = 64
 LIST_WITHIN_S = 5.0
 """Seconds for which a server may be silent that is asked for a list of addresses."""
 MAX_LIST_BYTES = 64 << 10

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+MAX_REPLICAS = 64
+"""Addresses of one model that a client takes."""
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -33,7 +33,7 @@ def test_a_command_ends_what_it_has_started_and_no_executor_of_another_command(m
 
     def group(bundles: Any, name: str, **_: Any) -> Any:
         if name == str(others):
-            raise RayError("a placement group of this name exists")
+            raise RayError("the name already exists")
         return SimpleNamespace(wait=lambda seconds: True)
 
     made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *given: None))
@@ -46,6 +46,6 @@ def test_a_command_ends_what_it_has_started_and_no_executor_of_another_command(m
     removed: list[ExecutorId] = []
     monkeypatch.setattr(manage.ClusterManager, "_remove", lambda self, places, drain: removed.extend(places))
     manager = object.__new__(manage.ClusterManager)
-    with pytest.raises(UsageError, match="llama/0/2 cannot be placed; perhaps another command"):
+    with pytest.raises(UsageError, match="another command has just started llama/0/2"):
         manager._start(ClusterPlan((Model("llama", ()),)), [mine, others], 1.0)
     assert set(removed) == {mine}
