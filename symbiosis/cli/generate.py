@@ -144,14 +144,10 @@ def generate(
         if chat:
             _chat(writer, before)
             return
-        begun = []
-        for index, one in enumerate(asked, 1):
-            what = "the prompt" if prompts is None else f"{prompts}: prompt {index}"
-            try:
-                begun.append(form.prompt(writer.tokenizer, one))
-            except UsageError as wrong:
-                raise UsageError(f"{what}: {wrong}") from wrong
-            writer.check(begun[-1], what)
+        begun = [
+            _ids(writer, form, one, "the prompt" if prompts is None else f"{prompts}: prompt {index}")
+            for index, one in enumerate(asked, 1)
+        ]
         if output is not None:
             _to_file(writer, asked, begun, number, output)
         else:
@@ -199,6 +195,16 @@ def _begun(asked: Mapping[str, Any], before: list[dict[str, str]]) -> Mapping[st
         raise UsageError("--system goes with --chat, and with --prompts whose records have messages")
     own = any(one["role"] == "system" for one in asked["messages"])
     return asked if own else {"messages": [*before, *asked["messages"]]}
+
+
+def _ids(writer: _Writer, form: PromptFormat, asked: Mapping[str, Any], what: str) -> list[int]:
+    """Return the token ids of a prompt. Raises UsageError, with its name ``what``, if it cannot be continued."""
+    try:
+        ids = form.prompt(writer.tokenizer, asked)
+    except UsageError as wrong:
+        raise UsageError(f"{what}: {wrong}") from wrong
+    writer.check(ids, what)
+    return ids
 
 
 class _Writer:

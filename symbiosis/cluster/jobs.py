@@ -29,7 +29,7 @@ AWAIT_S = 600.0
 """Seconds for which a run that was lost waits for executors at least. Large models take minutes to load."""
 LOOK_EVERY_S = 0.5
 SILENT_S = 60.0
-"""Seconds without an answer of Ray's jobs after which nobody waits for a job's end."""
+"""Seconds of errors at Ray's dashboard after which :func:`wait` ends."""
 
 
 class FineTuning:
