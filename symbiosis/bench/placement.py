@@ -92,9 +92,11 @@ class JobsInTurn:
 
 
 async def placement(settings: Settings, *, transport: str, tenants: int) -> Report:
-    """Measure tenants in processes of their own that decode, and train, at once: with one executor, with one half of
-    the layers on each of two, with two replicas, where they choose by load and where half of them use each, and with
-    one executor of two shards. Their peers are plain PEFT jobs in turn, whose base model is divided by transformers.
+    """Measure tenants in processes of their own that decode, and then train, at once.
+
+    They use one executor, two with a half of the layers each, one of two shards, or two replicas. Of replicas, either
+    they choose by load, or half of them use each. Their peers are plain PEFT jobs in turn, whose base model is divided
+    by transformers.
 
     All processes share this machine's cores, so a second executor adds none. What is measured is what a placement
     costs, and what sharing batches gains.

@@ -30,7 +30,7 @@ async def schedule(
 
     Every fourth client fine-tunes, forward and backward. In the mixed load the other clients decode, and one in eight
     of them sometimes reads a prompt. In the uneven load the other clients read prompts, of which eight fill a batch,
-    and each client has its own priority, which shows policies that look at all clients for a small batch. Time is
+    and each client has its own priority. This shows policies that look at all clients for a small batch. Time is
     simulated: a batch takes 1 ms and 20 µs per row. A client that is answered requests its next layer at once.
     """
     report = Report("schedule", "", GOALS)

@@ -6,8 +6,8 @@ it, and is resumed with the result. Meanwhile the event loop runs other fibers.
 
 Fibers share a thread, so everything that torch keeps per thread must follow the fiber that runs:
 
-* grad, inference and autocast modes, function and dispatch modes, and saved-tensor hooks (gradient checkpointing
-  enters them around whole blocks) are put aside while a fiber is suspended, so the event loop sees torch's defaults;
+* modes of grad, inference and autocast, function and dispatch modes, and saved-tensor hooks (gradient checkpointing
+  enters them around whole blocks) are put aside while a fiber is suspended. The event loop sees torch's defaults;
 * a fiber draws random numbers from its client's :class:`RandomStream`, so sampling and dropout give the same numbers as
   in a process of the client's own. Torch's generators hold the stream meanwhile, also for other threads: what a
   trainer on a thread draws, and its seeds, are not kept apart from the streams of clients.

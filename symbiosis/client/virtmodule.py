@@ -18,7 +18,7 @@ from symbiosis.errors import PlaceholderError, PrivacyError
 class VirtModule(VirtLayer):
     """Stands for a module that is served whole, such as an MLP, while the tenant has changed nothing inside it.
 
-    With an adapter, a hook, a trainable weight or active dropout inside, and for a client whose rows are masked, the
+    If there is an adapter, a hook, a trainable weight or active dropout inside, or the client's rows are masked, the
     module runs in the client, and its own VirtLayers ask the executor. :func:`virtualize` makes it from the skeleton's
     module, whose class it extends.
     """

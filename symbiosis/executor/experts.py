@@ -84,8 +84,8 @@ def run(module: nn.Module, experts: int, x: torch.Tensor, chosen: torch.Tensor, 
 
 
 def _by_place(module: nn.Module, experts: int, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the results for rows [n, i] that go through one expert each, from a bank that takes sorted rows [n, i] and
-    the number of rows of each expert, or a grid [e·t, i]."""
+    """Return the results for rows [n, i] that go through one expert each. The bank takes sorted rows [n, i] and the
+    number of rows of each expert, or a grid [e·t, i]."""
     ordered, order = torch.sort(chosen, stable=True)
     counts = torch.bincount(chosen, minlength=experts)
     if len(inspect.signature(module.forward).parameters) == 2:

@@ -40,8 +40,8 @@ class WalkStarts:
     """Tells which requests of one client begin a walk: those that the present walk has made already, and those for a
     forward pass after a backward pass. A model that goes through a layer twice (ALBERT) has several walks for one.
 
-    Requests for one layer are different if they differ in the pass, as DoRA's for the norms of a weight, in the
-    precision, or in whether they are for its siblings, too. So a walk has a limited number of requests.
+    Requests for one layer are different if they differ in the precision, in the pass (as DoRA's for the norms of a
+    weight), or in whether they are for its siblings too. So a walk has a limited number of requests.
     """
 
     __slots__ = ("_backward", "_made")

@@ -178,7 +178,8 @@ class Walks:
 
     def next_look(self, now: float) -> float:
         """Return when to look again, if no request comes: when a client whose token has the least slack counts as
-        stopped, when no text is expected to begin its next token, or after an SLO, as prompts may have stopped, too."""
+        stopped, or when no text is expected to begin its next token. Prompts may have stopped too, so one SLO is the
+        longest time until then."""
         tops = (_first(heap, now) for heap in (self._by_text, self._by_token))
         stops = [top[2].seen + top[2].patience for top in tops if top]
         if self._last and self._reading:  # a last request may wait until this client has been silent for one SLO
@@ -189,9 +190,9 @@ class Walks:
     def first_prompt(self, now: float) -> Request | None:
         """Return the queued request of the prompt that comes first.
 
-        The last request of a prompt, for one row of the head, waits for prompts that were under way when it came, while
-        all have more than half of their targets left and no text decodes, if the next tokens of its text would delay
-        them by more, in sum, than it waits.
+        The last request of a prompt, for one row of the head, waits for prompts that were under way when it came, if
+        the next tokens of its text would delay them by more, in sum, than it waits. It waits only while all these
+        prompts have more than half of their targets left, and no text decodes.
         """
         if self._changes * 8 > len(self._prompts) or (self._prompts and now > self._ordered + self._slo_s):
             self._order(now)
@@ -222,9 +223,11 @@ class Walks:
         return False
 
     def slo(self) -> dict[str, tuple[int, int]]:
-        """Return how many tokens of each client were made in time, and how many later, those of a tenant's forgotten
-        clients under ``tenant/``, or "" if there are too many tenants. The last token of a text is not counted: only
-        the next one would tell when the client has made it."""
+        """Return how many tokens of each client were made in time, and how many later.
+
+        Those of a tenant's forgotten clients are under ``tenant/``, or under "" if there are too many tenants. The last
+        token of a text is not counted: only the next one would tell when the client has made it.
+        """
         return self._before | {name: (client.kept, client.missed) for name, client in self._clients.items()}
 
     def _client(self, name: str, request: Request) -> KnownClient:

@@ -60,8 +60,8 @@ class Keystream:
     def normal(self, rows: int, width: int) -> torch.Tensor:
         """Return [rows, width] standard normal numbers in fp64 by the method of Box and Muller, none beyond ±8.7.
 
-        In fp32 the method would give rows away: exp(-(a² + b²) / 2) of a pair would be a multiple of 2^-24, which for
-        one pair in a hundred is coarser than the grid that the noise is rounded to.
+        In fp32 the method would give rows away: exp(-(a² + b²) / 2) of a pair would be a multiple of 2^-24. For one
+        pair in a hundred this is coarser than the grid that the noise is rounded to.
         """
         count = rows * width
         with self._normals_lock:

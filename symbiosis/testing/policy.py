@@ -105,8 +105,9 @@ class PolicyConformance(ABC):
         """Check that clients which send one row of layer 0 now and then, and are thinking in between, do not delay each
         request of another client's walk anew.
 
-        In all, the executor may wait for :attr:`patience_s` while a request of the walk is queued and, if the policy
-        waits without a limit, for a second until one of them is passed over and for another second after that.
+        In all, the executor may wait for :attr:`patience_s` while a request of the walk is queued. If the policy waits
+        without a limit, it may also wait for a second until one of them is passed over, and for another second after
+        that.
         """
 
         @settings(max_examples=max(self.max_examples // 4, 1), deadline=None)

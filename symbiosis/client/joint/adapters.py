@@ -8,7 +8,7 @@
 In both, what LoRA adds is added in its own precision and rounded once, as in PEFT.
 
 Other adapters run their own code for their client's rows, in a greenlet that is suspended where the code calls the base
-layer, so that the base layer runs once for the rows of all clients.
+layer. So the base layer runs once for the rows of all clients.
 
 Legend: N rows; n rows of one client; i in_features; o out_features; r rank.
 """

@@ -1,11 +1,10 @@
 """Captured walks: joint walks that a CUDA graph repeats, so that a token takes one launch instead of thousands.
 
-A CUDA graph reads and writes fixed addresses. So each client keeps one row of a walk for as long as it decodes, its
-cache is in a :class:`~symbiosis.client.joint.pool.Pool`, and tokens, positions and lengths are copied to fixed
-addresses before each walk. A client whose token a captured walk cannot serve, such as one with another kind of
-cache, is walked by the model's own code. Every captured walk computes all rows, those of clients that wait for no token
-too, whose results are not used. A row attends to as many tokens as its length says. What lies behind them in the cache
-is not attended to.
+A CUDA graph reads and writes fixed addresses. So each client keeps one row of a walk for as long as it decodes, and its
+cache is in a :class:`~symbiosis.client.joint.pool.Pool`. Tokens, positions and lengths are copied to fixed addresses
+before each walk. A client whose token a captured walk cannot serve, such as one with another kind of cache, is walked
+by the model's own code. Every captured walk computes the rows of all clients. Results of clients that wait for no token
+are not used. A row attends to as many tokens as its length says, and not to what lies behind them in the cache.
 
 The base layers are part of the graph. For the executor, a captured walk is one request for all layers that runs by
 itself: the policy decides when, and statistics and accounts name the clients of the walk

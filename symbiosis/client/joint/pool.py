@@ -1,9 +1,9 @@
 """A pool of keys and values: the caches of several clients in tensors that keep their places in memory.
 
 A captured walk (:mod:`symbiosis.client.joint.captured`) needs such places. While a client's ``DynamicCache`` is in a
-row of the pool, the layers of the cache are :class:`PooledLayer`, which have a length and no tensors. Code that reads
-the keys or values of such a layer, such as a walk of the client's own, gets copies that belong to the cache alone, as
-if the cache had never been in a pool. So no public attribute of a cache has a tensor of the pool.
+row of the pool, the layers of the cache are :class:`PooledLayer`, which have a length and no tensors. If code reads
+the keys or values of such a layer, as a walk of the client's own does, they become copies that belong to the cache
+alone. So no public attribute of a cache has a tensor of the pool.
 
 Legend: R rows, one text of a client each; H heads; L tokens that a row has room for; D features of a head.
 """

@@ -63,8 +63,8 @@ def try_layer(layer: Any, base: Any) -> None:
     """Run a tuner layer on a row of zeros, with zeros as what its base layer gives. An embedding gets token 0.
 
     Raises:
-        WalksAloneError: its code needs more than what the base layer gives for one matrix of rows, draws random
-            numbers, which would not be the client's, or gives other results than rows like the base layer's.
+        WalksAloneError: its code needs more than what the base layer gives for one matrix of rows. Or it draws random
+            numbers, which would not be the client's, or its results are not rows like the base layer's.
     """
     calls, device = [], base.weight.device
     if isinstance(base, nn.Embedding):
