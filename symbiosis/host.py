@@ -23,7 +23,7 @@ from symbiosis.core.privacy import Privacy, masked
 from symbiosis.core.registry import make_policy, make_privacy, make_transport
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import MAX_MODEL_NAME, is_model_name
-from symbiosis.core.terms import JOINT, Kind, Terms
+from symbiosis.core.terms import JOINT, MAX_NAME, Kind, Terms, is_name
 from symbiosis.core.transport import Channel, Listener
 from symbiosis.errors import ExecutorClosedError, SymbiosisError, UsageError
 from symbiosis.executor.allocator import return_freed
@@ -317,12 +317,13 @@ class Executor:
         await asyncio.shield(self._closing)
 
     async def _close(self, error: SymbiosisError) -> None:
-        await self.service.close(error)
-        if self._joint is not None:
-            await self._joint.close(error)
-        if self._shards is not None:
-            await asyncio.to_thread(self._shards.close)
-        self._closed.set()
+        async with contextlib.AsyncExitStack() as stack:  # runs what follows from the last to the first, also on errors
+            stack.callback(self._closed.set)
+            if self._shards is not None:
+                stack.push_async_callback(asyncio.to_thread, self._shards.close)
+            if self._joint is not None:
+                stack.push_async_callback(self._joint.close, error)
+            stack.push_async_callback(self.service.close, error)
 
     def _lost(self, error: SymbiosisError) -> None:
         """Close, because a shard has ended."""
@@ -399,11 +400,14 @@ class Executor:
 
         Raises:
             UsageError: a latency target is invalid, or cannot be reached on this machine; the name is the executor's
-                own; the privacy scheme has no such option; or the executor serves a part of the model.
+                own, or is not 1 to 128 printable characters; the privacy scheme has no such option; or the executor
+                serves a part of the model.
             UnknownNameError: no privacy scheme has this name.
             PrivacyError: an option of the privacy scheme has no valid value.
         """
         name = name or f"client-{next(self._client_numbers)}"
+        if not is_name(name):
+            raise UsageError(f"name is {name!r:.150}; give a text of 1 to {MAX_NAME} printable characters")
         if name == JOINT:
             raise UsageError(f"the name {name!r} is the executor's own; choose another one")
         try:

@@ -173,6 +173,7 @@ def _kept_on_error(model: torch.nn.Module) -> Iterator[None]:
             present.update(past)
         if configs is None:
             vars(model).pop("peft_config", None)
+            vars(model).pop("_hf_peft_config_loaded", None)  # transformers' add_adapter sets it before it injects
         raise
 
 
@@ -309,19 +310,16 @@ def _try_layers(model: torch.nn.Module, config: Any, requester: Requester, had_v
             if not all(parameter.isfinite().all() for parameter in layer.parameters() if parameter in had_values):
                 continue  # another adapter has diverged
             tried.add(type(layer))
-            training = layer.training
-            layer.eval()
             weight = next(base.parameters())
             try:
                 row = torch.ones(1, 1, base.spec.in_features, dtype=base.spec.dtype, device=weight.device)
-                if not torch.isfinite(layer(row)).all():
-                    raise PlaceholderError("its result is NaN")
+                with modes_kept(layer):
+                    if not torch.isfinite(layer.eval()(row)).all():
+                        raise PlaceholderError("its result is NaN")
             except PlaceholderError as error:
                 raise PlaceholderError(_reads_weights(config, f"in the forward pass of {name}")) from error
             except Exception as error:  # noqa: BLE001 (some layers need further arguments, such as POLY's task_ids)
                 log.debug("%s was not tried: %s", name, error)
-            finally:
-                layer.train(training)
 
 
 def _reads_weights(config: Any, when: str) -> str:

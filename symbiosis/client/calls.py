@@ -14,7 +14,8 @@ from torch._compile import _disable_dynamo
 from transformers import GenerationMixin
 
 from symbiosis.client.kinds import Kinds, kind_of_call
-from symbiosis.client.parameters import explain_training
+from symbiosis.errors import UsageError
+from symbiosis.training.step import NOTHING_TRAINS
 
 _SEAT, _KINDS = "_symbiosis_seat", "_symbiosis_kinds"
 """Attributes of a client's model. Models inside it have the kinds only."""
@@ -53,6 +54,20 @@ def leave(model: Any) -> None:
     model.__dict__.pop(_SEAT, None)
 
 
+class FrozenLoss(torch.Tensor):
+    """The loss of a model in which nothing is trainable. Its backward pass raises UsageError, which says what to do;
+    torch's error would say that the loss does not require grad."""
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        if not self.requires_grad:  # a sum with another loss may
+            raise UsageError(NOTHING_TRAINS)
+        super().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain tensor."""
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
 @functools.cache
 def _noting(cls: Any, outer: bool) -> type[Any]:
     """Return a model class whose forward notes the call, and asks the seat of the instance first.
@@ -77,7 +92,10 @@ def _noting(cls: Any, outer: bool) -> type[Any]:
                 output = cls.forward(self, *args, **kwargs)  # looked up now: libraries replace it
             else:
                 output = seat.forward(functools.partial(cls.forward, self), args, kwargs)
-        return explain_training(self, output) if outer else output  # no forward hook: with one, it would walk alone
+        loss = getattr(output, "loss", None) if outer and self.training and torch.is_grad_enabled() else None
+        if isinstance(loss, torch.Tensor) and not loss.requires_grad:
+            output.loss = loss.as_subclass(FrozenLoss)
+        return output
 
     def reduce(self: Any, protocol: Any) -> Any:
         """Copy the model as one that has no seat, unless copies have the same seat."""

@@ -20,7 +20,6 @@ from symbiosis.client.adapters import add_adapter, load_adapter, save_adapter, v
 from symbiosis.client.calls import enter
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
 from symbiosis.client.joint.decoder import JointDecoder, Seat
-from symbiosis.client.parameters import check_trains
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
@@ -140,18 +139,20 @@ class Client:
 
     async def close(self) -> None:
         """Leave the executor. Operations in progress end with :class:`~symbiosis.errors.ClientClosedError`."""
-        if not self.closed:
-            self.closed = True
-            self._requester.close()
-            if self._seat is not None:
-                self._seat.leave(self._closed_error())
-            if self._channel is not None:
-                self._channel.interrupt(self._closed_error())
-                self._channel.close()
-        with modes_aside():  # the caller's torch modes are its own, also while it waits
-            if self._ending is None or self._ending.done():
-                self._ending = asyncio.ensure_future(self._end())
-            await asyncio.shield(self._ending)  # it goes on if the caller is cancelled
+        try:
+            if not self.closed:
+                self.closed = True
+                self._requester.close()
+                if self._seat is not None:
+                    self._seat.leave(self._closed_error())
+                if self._channel is not None:
+                    self._channel.interrupt(self._closed_error())
+                    self._channel.close()
+        finally:
+            with modes_aside():  # the caller's torch modes are its own, also while it waits
+                if self._ending is None or self._ending.done():
+                    self._ending = asyncio.ensure_future(self._end())
+                await asyncio.shield(self._ending)  # it goes on if the caller is cancelled
 
     async def _end(self) -> None:
         async with self._having_turn():  # operations in progress have ended
@@ -304,13 +305,14 @@ class Client:
             UsageError: the client has no adapter, or it is called beside an operation of the client, such as an
                 optimizer's step, and not by this operation itself.
         """
-        fiber = current_fiber()
-        if not (self._thread.is_current or (fiber is not None and fiber.stream is self._stream)):
-            self._check_idle("saving")
+        self._check_idle("saving")
         save_adapter(self.model, folder, self._vocabulary)
 
     def load_adapter(self, folder: str | PathLike[str], *, name: str = "default", trainable: bool = False) -> None:
         """Load a PEFT adapter folder and make it the active adapter.
+
+        Call it on the event loop while the client has no operation, or ``await client.run(client.load_adapter,
+        folder)``, which waits for the client's operations. The event loop waits meanwhile.
 
         Args:
             folder: a folder that PEFT or :meth:`save_adapter` has written.
@@ -319,13 +321,23 @@ class Client:
 
         Raises:
             PlaceholderError: the method needs the weights of base layers.
-            UsageError: the client has an adapter of this name with another configuration, or is in the middle of an
-                operation; or the adapter is not complete or is of another model.
+            UsageError: the client has an adapter of this name with another configuration, or is in the middle of
+                another operation; the adapter is not complete, or is of another model; or it is called on another
+                thread than the event loop's, where an operation of the client could begin meanwhile.
         """
+        if not self._thread.is_current and _outside_loops():
+            raise UsageError(
+                f"client {self.name!r}: an adapter is not loaded on another thread, beside operations of the client; "
+                "write `await client.run(client.load_adapter, folder)`"
+            )
         self._check_idle("loading")
         self._model = load_adapter(self.model, folder, name, trainable, self._requester)
 
     def _check_idle(self, before: str) -> None:
+        """Raise UsageError if the client is in the middle of an operation, unless the caller is this operation."""
+        fiber = current_fiber()
+        if self._thread.is_current or (fiber is not None and fiber.stream is self._stream):
+            return
         if self._turn.locked():
             raise UsageError(
                 f"client {self.name!r} is in the middle of an operation; await it before {before} an adapter"
@@ -395,6 +407,15 @@ class Client:
             self._channel.interrupt(error)
 
 
+def _outside_loops() -> bool:
+    """Return whether no event loop runs on this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return True
+    return False
+
+
 def _without_engine_threads(fn: Callable[[], T]) -> T:
     # The engine has one thread per device for the process; a VirtLayer that waits there would block every client.
     with torch.autograd.set_multithreading_enabled(False):
@@ -402,7 +423,5 @@ def _without_engine_threads(fn: Callable[[], T]) -> T:
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.Optimizer):  # anything with step and zero_grad may be used
-        check_trains(optimizer)
     optimizer.step()
     optimizer.zero_grad()

@@ -19,19 +19,14 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map
 
-from symbiosis.errors import PlaceholderError, UsageError
-from symbiosis.training.step import NOTHING_TRAINS
+from symbiosis.errors import PlaceholderError
 
 _owned = [0]
 
@@ -183,81 +178,6 @@ def _new_unshared(cls: type[nn.Parameter], data: torch.Tensor | None = None, req
 
 
 nn.Parameter.__new__ = staticmethod(_new_unshared)  # type: ignore[method-assign,assignment]
-
-_idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The models of clients whose last forward pass of training had nothing to train."""
-_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Those that have had a forward pass of training with gradients. They may be without some for a part of a loss, as a
-reference model whose adapter is disabled."""
-
-
-def check_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Raise UsageError for an optimizer of a client's model if that model has no trainable parameter: losses would not
-    change. Serves as a pre-hook of all optimizers' steps."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(parameter.requires_grad for parameter in parameters):
-        return
-    for model in list(_idle):
-        own = set(model.parameters())
-        # Trainer leaves frozen parameters out, so an optimizer of a client's model may have none at all.
-        if _is_frozen(model) and (not parameters or not own.isdisjoint(parameters)):
-            _idle.clear()
-            raise UsageError(f"the optimizer has no trainable parameter: {NOTHING_TRAINS}")
-
-
-register_optimizer_step_pre_hook(check_trains)
-
-
-@_disable_dynamo  # the compiler cannot read shared parameters
-def explain_training(model: nn.Module, output: Any) -> Any:
-    """Return a model's output, changed so that training raises UsageError if no parameter of the model is trainable.
-
-    torch alone would say that the loss does not require grad. Evaluation is left alone, and so is a model that has had
-    something to train: a loss may have a part without, such as that of a reference model whose adapter is disabled.
-
-    The backward pass of the model's own loss raises UsageError. Other results may also be the inputs of what the tenant
-    trains, such as a head, so their backward pass ends here, and :func:`check_trains` raises at the optimizer's step.
-    """
-    if not (model.training and torch.is_grad_enabled()):
-        return output
-    if not _is_frozen(model):
-        _idle.discard(model)
-        _trained.add(model)
-        return output
-    _idle.add(model)
-    if any(isinstance(result, torch.Tensor) and result.requires_grad for result in tree_leaves(output)):
-        _trained.add(model)
-    if model in _trained:
-        return output
-    loss = getattr(output, "loss", None)
-
-    def explained(result: Any) -> Any:
-        if not isinstance(result, torch.Tensor) or not result.is_floating_point():
-            return result
-        trigger = torch.zeros((), device=result.device, requires_grad=True)
-        return _NothingTrains.apply(result, trigger, model if result is loss else None)  # type: ignore[no-untyped-call]
-
-    return tree_map(explained, output)
-
-
-def _is_frozen(model: nn.Module) -> bool:
-    return not any(parameter.requires_grad for parameter in model.parameters())
-
-
-class _NothingTrains(torch.autograd.Function):
-    """The identity of a result. The second argument, which requires grad, makes autograd call the backward pass. The
-    third one is the model if the result is its loss."""
-
-    @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, _: torch.Tensor, model: nn.Module | None) -> torch.Tensor:
-        ctx.model = model
-        return result.clone()
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None, None]:
-        if ctx.model is not None and ctx.model not in _trained:
-            raise UsageError(NOTHING_TRAINS)
-        return None, None, None
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:

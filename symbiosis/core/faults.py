@@ -142,7 +142,7 @@ def problem(
             return f"takes request {request.id} of {client!r} out of order, or twice"
         remaining = request.rows - request.taken
         if type(count) is not int or not 1 <= count <= remaining:
-            return f"takes {count} rows of request {request.id}, which has {remaining} left"
+            return f"takes {count!r} rows of request {request.id}; an int of 1 to {remaining} is allowed"
         # After a partial take nothing else of this client may follow: its next request is not at the front yet.
         firsts[client] = used + 1 if count == remaining else len(mine)
         total += count

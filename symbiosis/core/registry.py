@@ -114,12 +114,7 @@ def make_policy(spec: str | Policy) -> Policy:
     if not isinstance(spec, str):
         if isinstance(spec, type):
             raise UsageError(f"policy is {spec!r}; give an object: {spec.__name__}()")
-        if not isinstance(spec, Policy):
-            raise UsageError(
-                f"policy is {spec!r}; give a name such as 'opportunistic', or an instance of a subclass of "
-                "symbiosis.policies.Policy"
-            )
-        return spec
+        return _checked_policy(spec)
     spec, *inner = re.split(r"\+(?=[A-Za-z])", spec, maxsplit=1)  # and not in 1e+3
     name = spec.partition(":")[0]
     cls = _load(POLICIES, name)
@@ -130,7 +125,16 @@ def make_policy(spec: str | Policy) -> Policy:
                 f"policy {name!r} cannot be around another policy; write one that can before the plus: fair+{name}"
             )
         options["policy"] = make_policy(inner[0])
-    return cast(Policy, from_spec(_WHAT[POLICIES], spec, cls, options, hidden="policy"))
+    return _checked_policy(from_spec(_WHAT[POLICIES], spec, cls, options, hidden="policy"))
+
+
+def _checked_policy(made: object) -> Policy:
+    if not isinstance(made, Policy):
+        raise UsageError(
+            f"policy is {made!r}; give a name such as 'opportunistic', or an instance of a subclass of "
+            "symbiosis.policies.Policy"
+        )
+    return made
 
 
 def make_privacy(spec: str | Privacy | None) -> Privacy | None:
@@ -147,12 +151,14 @@ def make_privacy(spec: str | Privacy | None) -> Privacy | None:
     if not isinstance(spec, str):
         if isinstance(spec, type):
             raise UsageError(f"privacy is {spec!r}; give an object: {spec.__name__}(…)")
-        if not isinstance(spec, Privacy):
-            raise UsageError(
-                f"privacy is {spec!r}; give a name such as 'noise-pool:size=64', or an object with name and wrap"
-            )
-        return spec
-    return cast(Privacy, from_spec(_WHAT[PRIVACY], spec, _load(PRIVACY, spec.partition(":")[0]), {}))
+        made: object = spec
+    else:
+        made = from_spec(_WHAT[PRIVACY], spec, _load(PRIVACY, spec.partition(":")[0]), {})
+    if not isinstance(made, Privacy):
+        raise UsageError(
+            f"privacy is {made!r}; give a name such as 'noise-pool:size=64', or an object with name and wrap"
+        )
+    return made
 
 
 def from_spec(what: str, spec: str, cls: Callable[..., Any], options: dict[str, Any], hidden: str | None = None) -> Any:

@@ -50,8 +50,9 @@ _ALL_HELD_S = HELD_S - 1e-6
 """HELD_S without what rounding may lose, in seconds."""
 TURN_S = 0.01
 """Longest time, in seconds, for which batches follow one another before the driver's other work gets its turn."""
-LONE = "lone"
-"""Reason of a batch that ran without asking the policy."""
+LONE = str(b"lone", "ascii")
+"""Reason of a batch that ran without asking the policy. It is told from a policy's own ``"lone"`` by identity, so it is
+not the literal, which is one object in all modules."""
 
 ALONE, THINKING, ELSEWHERE, PASSED_OVER = "alone", "thinking", "elsewhere", "passed over"
 """What other clients do beside a batch of one request; see :meth:`Scheduler.beside`."""

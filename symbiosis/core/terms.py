@@ -75,8 +75,15 @@ class Terms(NamedTuple):
 
 
 NO_TERMS = Terms()
+MAX_NAME = 128
+"""Most characters of a client's name."""
 JOINT = "joint walks"
 """Name of the client that walks the model for several tenants of the executor's process. No tenant may have it."""
+
+
+def is_name(name: object) -> bool:
+    """Return whether a client may have this name: a text of 1 to :data:`MAX_NAME` printable characters."""
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable()
 
 
 @lru_cache(1 << 14)

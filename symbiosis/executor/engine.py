@@ -143,7 +143,8 @@ class Engine:
 
     def walked(self, client: str, alone: str | None) -> None:
         """Count a token that a client of this process decoded; see :meth:`Counters.walked`."""
-        self.counters.walked(client, alone)
+        with self._lock:
+            self.counters.walked(client, alone)
 
     def record(self, timeline: Timeline | None) -> None:
         """Record what runs in a timeline from now on, or stop recording."""
@@ -299,7 +300,7 @@ class Engine:
 
     def _pump_soon(self) -> None:
         """Ask the scheduler again once everything that is ready on the event loop has run."""
-        if self._pump is None and self._loop is not None:
+        if self._pump is None and self._loop is not None and not self._loop.is_closed():
             if threading.get_ident() == self._loop_thread:
                 self._pump = self._loop.call_soon(self._on_turn)
             else:

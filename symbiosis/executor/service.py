@@ -7,6 +7,7 @@ at which it listens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Collection
 from functools import cached_property, lru_cache, partial
@@ -154,11 +155,16 @@ class ExecutorService:
         self._closed = True
         for own in [session for session in self._sessions.values() if session.local]:
             own.close(error)  # clients of this process get the reason, and those elsewhere may go on at a replica
-        while self.listeners:
-            await self.listeners.pop().close()
+        async with contextlib.AsyncExitStack() as stack:  # runs what follows from the last to the first, also on errors
+            stack.push_async_callback(self._engine.stop, error)
+            stack.callback(self._end_sessions, error)
+            for listener in self.listeners:
+                stack.push_async_callback(listener.close)
+            self.listeners.clear()
+
+    def _end_sessions(self, error: SymbiosisError) -> None:
         for session in list(self._sessions.values()):
             session.close(error)
-        await self._engine.stop(error)
 
     def when_idle(self, then: Callable[[], object]) -> None:
         self._engine.when_idle(then)

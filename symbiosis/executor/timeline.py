@@ -72,7 +72,7 @@ class Timeline:
                     line = self._line(client)
                     if start == 0:
                         self._thought(client, request.arrived)
-                        if batch.reason != LONE:
+                        if batch.reason is not LONE:
                             self._event(line, "waiting", "waiting", request.arrived, started)
                     elif (cut := self._cut.pop(client, None)) is not None and cut[0] == request.id:
                         self._event(line, "waiting", "waiting", cut[1], started)

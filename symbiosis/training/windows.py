@@ -444,6 +444,10 @@ def _check_model(model: Any, core: Any, batch: Mapping[str, Any]) -> None:
             "gradient checkpointing disables the cache that windows need, and windows recompute anyway; call "
             "model.gradient_checkpointing_disable(), or leave `window` out"
         )
+    if getattr(core.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
+        raise UsageError(
+            "NEFTune's noise depends on the length of the whole sequence; leave `window` out, or neftune_noise_alpha"
+        )
     config = core.config
     if "past_key_values" not in inspect.signature(core.forward).parameters or config.is_encoder_decoder:
         raise UsageError(

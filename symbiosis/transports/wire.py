@@ -20,7 +20,7 @@ import msgpack
 
 from symbiosis import errors
 from symbiosis.core.requests import MAX_SIBLINGS, Key, Pass
-from symbiosis.core.terms import NO_TERMS, Kind, Terms
+from symbiosis.core.terms import MAX_NAME, NO_TERMS, Kind, Terms, is_name
 from symbiosis.errors import BrokenError, SymbiosisError, UsageError, WireError
 from symbiosis.transports.limits import Limits
 
@@ -43,7 +43,6 @@ MAX_LENGTH_TO_CLIENT = 1 << 15
 MAX_VALUES = 1 << 20
 """Most values of all arrays and maps in a message to a client that has not joined. Each takes some 100 bytes of memory,
 and may be one byte of the message."""
-MAX_NAME = 128
 MAX_RENDEZVOUS = 4096
 """Largest value of a RENDEZVOUS, in bytes. gloo needs 170, NCCL 128."""
 _INT63 = (1 << 63) - 1
@@ -190,7 +189,7 @@ def read_hello(content: Sequence[Any]) -> Hello:
             f"wire format {content[1]!r:.50}; this executor speaks {VERSION}: install the same symbiosis on both sides"
         )
     name = content[2]
-    if name is not None and not (isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable()):
+    if name is not None and not is_name(name):
         raise WireError(f"a client's name must be 1 to {MAX_NAME} printable characters")
     return Hello(name, _terms(content[3]))
 

@@ -368,6 +368,34 @@ async def test_a_saved_adapter_is_small_and_complete(executor: symbiosis.Executo
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
 
 
+async def test_a_second_adapter_leaves_modes_as_they_are(executor: symbiosis.Executor) -> None:
+    """One layer of each kind is tried when an adapter is added."""
+    async with executor.client(lora(lora_dropout=0.5)) as client:
+        modules = client.model.train().modules()
+        dropouts = [module.eval() for module in modules if isinstance(module, torch.nn.Dropout)]
+        client.model.add_adapter("second", lora())
+        assert dropouts
+        assert not any(dropout.training for dropout in dropouts)
+
+
+async def test_an_adapter_is_loaded_between_operations(executor: symbiosis.Executor, tmp_path: Any) -> None:
+    """On another thread an operation could begin meanwhile. Within `run`, loading is an operation itself."""
+    async with executor.client(lora()) as client:
+        parameter = next(parameter for parameter in client.model.parameters() if parameter.requires_grad)
+        torch.nn.init.ones_(parameter)
+        client.save_adapter(tmp_path)
+        torch.nn.init.zeros_(parameter)
+        with pytest.raises(UsageError, match=r"on another thread.*`await client\.run\(client\.load_adapter"):
+            await asyncio.to_thread(client.load_adapter, tmp_path)
+        assert not parameter.any()
+        operation = asyncio.create_task(client.forward(input_ids=IDS))
+        await asyncio.sleep(0)
+        await client.run(client.load_adapter, tmp_path)
+        assert operation.done()
+        assert (parameter == 1).all()
+        await operation
+
+
 @pytest.mark.parametrize("what", ["save", "load"])
 async def test_adapters_during_an_operation(executor: symbiosis.Executor, tmp_path: Any, what: str) -> None:
     async with executor.client(lora()) as client:
@@ -377,6 +405,9 @@ async def test_adapters_during_an_operation(executor: symbiosis.Executor, tmp_pa
         act = getattr(client, f"{what}_adapter")
         with pytest.raises(UsageError, match="in the middle of an operation"):
             act(tmp_path)
+        async with executor.client() as other:
+            with pytest.raises(UsageError, match="in the middle of an operation"):
+                await other.run(act, tmp_path)
         await task
         act(tmp_path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -306,51 +305,6 @@ async def test_training_with_nothing_trainable(base: Any, way: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("way", ["joint", "alone", "shm"])
-@pytest.mark.parametrize("what", ["a loop", "a frozen adapter", "Trainer"])
-async def test_nothing_trainable_with_checkpointing(base: Any, way: str, what: str, tmp_path: Path) -> None:
-    """Inputs with gradients give the loss one, so the backward pass runs; the optimizer's step says what to do."""
-
-    def train(model: Any) -> None:
-        if what == "a frozen adapter":
-            model = get_peft_model(model, lora()).requires_grad_(False)
-        model.train().enable_input_require_grads()
-        if what == "Trainer":
-            options = {"max_steps": 2, "gradient_checkpointing": True, "report_to": [], "use_cpu": True}
-            data = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
-            step: Any = Trainer(model, TrainingArguments(str(tmp_path / "out"), **options), train_dataset=data).train
-        else:
-            step = torch.optim.AdamW(model.parameters()).step
-            model(**BATCH).loss.backward()
-        with pytest.raises(UsageError, match="has no trainable parameter"):
-            step()
-
-    async with models(base, way, tmp_path) as run:
-        await run(train)
-
-
-@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
-@pytest.mark.parametrize("way", ["joint", "alone", "shm"])
-@pytest.mark.parametrize("what", ["a tuple", "logits", "label smoothing"])
-async def test_nothing_trainable_and_another_loss(base: Any, way: str, what: str, tmp_path: Path) -> None:
-    """A loss that is not the model's own has a backward pass, and the optimizer's step says what to do."""
-
-    def train(model: Any) -> None:
-        if what == "label smoothing":
-            options = {"max_steps": 2, "label_smoothing_factor": 0.1, "report_to": [], "use_cpu": True}
-            data = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
-            step: Any = Trainer(model, TrainingArguments(str(tmp_path / "out"), **options), train_dataset=data).train
-        else:
-            output = model.train()(**BATCH, return_dict=what != "a tuple")
-            (output[0] if what == "a tuple" else output.logits.mean()).backward()
-            step = torch.optim.AdamW(model.parameters()).step
-        with pytest.raises(UsageError, match="has no trainable parameter"):
-            step()
-
-    async with models(base, way, tmp_path) as run:
-        await run(train)
-
-
-@pytest.mark.parametrize("way", ["joint", "alone", "shm"])
 @pytest.mark.parametrize("training", [False, True])
 async def test_windows_with_nothing_trainable(base: Any, way: str, training: bool, tmp_path: Path) -> None:
     def train(model: Any) -> None:
@@ -375,17 +329,32 @@ async def test_a_head_of_the_tenant_learns_from_a_frozen_model(base: Any, way: s
         assert torch.equal(await run(gradient), expected)
 
 
-async def test_optimizers_of_other_models(base: Any) -> None:
-    """An optimizer without parameters steps beside a client's model, unless that model trains without any."""
-    gc.collect()  # models of earlier tests
-    other = torch.optim.SGD([{"params": []}])
-    async with symbiosis.Executor(base) as executor, executor.client() as client:
-        await client.forward(IDS)
-        assert other.step() is None
-        client.model.train()
-        await client.forward(IDS)
-        with pytest.raises(UsageError, match="nothing in the model is trainable"):
-            other.step()
+@pytest.mark.parametrize("way", ["joint", "alone", "shm"])
+async def test_results_of_a_frozen_model_are_tensors_like_any_other(base: Any, way: str, tmp_path: Path) -> None:
+    def use(model: Any) -> None:
+        output = model.train()(**BATCH)
+        assert type(output.logits) is torch.Tensor
+        assert not output.logits.requires_grad
+        assert output.logits.numpy().shape == (*IDS.shape, base.config.vocab_size)
+        assert torch.equal(copy.deepcopy(output).loss, output.loss)
+        torch.save(output.loss, tmp_path / "loss")
+        assert type(torch.load(tmp_path / "loss")) is torch.Tensor
+
+    async with models(base, way, tmp_path) as run:
+        await run(use)
+
+
+@pytest.mark.parametrize("way", ["alone", "shm"])
+async def test_a_training_step_with_a_frozen_adapter(base: Any, way: str, tmp_path: Path) -> None:
+    """Inputs with gradients, as for checkpointing, give the loss one."""
+    async with symbiosis.Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        await executor.listen(f"shm://{tmp_path}/s")
+        connected = await stack.enter_async_context(symbiosis.connect(f"shm://{tmp_path}/s"))
+        client = await stack.enter_async_context((executor if way == "alone" else connected).client(lora()))
+        client.model.requires_grad_(False).enable_input_require_grads()
+        optimizer = torch.optim.AdamW(client.model.parameters())
+        with pytest.raises(UsageError, match=r"^nothing in the model is trainable"):
+            await client.train_step(BATCH, optimizer)
 
 
 @pytest.mark.parametrize("way", ["joint", pytest.param("shm", marks=pytest.mark.thorough)])

@@ -4,13 +4,14 @@ ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 
 from symbiosis.core import registry
-from symbiosis.core.registry import POLICIES, TRANSPORTS, make_policy, make_transport, names
+from symbiosis.core.registry import POLICIES, PRIVACY, TRANSPORTS, make_policy, make_privacy, make_transport, names
 from symbiosis.errors import UnknownNameError, UsageError
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, RateLimit
 from symbiosis.policies.opportunistic import WAIT_MS
@@ -133,9 +134,11 @@ class TestInstalled:
             POLICIES: [
                 EntryPoint("mine", "tests.core.test_registry:Mine", POLICIES),
                 EntryPoint("broken", "tests.nowhere:Nothing", POLICIES),
+                EntryPoint("another", "tests.core.test_registry:Another", POLICIES),
                 EntryPoint("lockstep", "tests.core.test_registry:Mine", POLICIES),
             ],
             TRANSPORTS: [EntryPoint("mine", "symbiosis.transports.inproc:InProcTransport", TRANSPORTS)],
+            PRIVACY: [EntryPoint("another", "tests.core.test_registry:Another", PRIVACY)],
         }
         monkeypatch.setattr(registry, "entry_points", lambda group: entries[group])
 
@@ -149,9 +152,9 @@ class TestInstalled:
         assert isinstance(make_policy("lockstep"), Lockstep)
 
     def test_listed(self) -> None:
-        assert {"no-lockstep", "lockstep", "opportunistic", "co-serving"} <= set(names(POLICIES)[:-2])
-        assert names(POLICIES)[-2:] == ["broken", "mine"]
-        with pytest.raises(UnknownNameError, match="broken, mine"):
+        assert {"no-lockstep", "lockstep", "opportunistic", "co-serving"} <= set(names(POLICIES)[:-3])
+        assert names(POLICIES)[-3:] == ["another", "broken", "mine"]
+        with pytest.raises(UnknownNameError, match="another, broken, mine"):
             make_policy("magic")
 
     def test_broken(self) -> None:
@@ -159,9 +162,18 @@ class TestInstalled:
             make_policy("broken")
         assert isinstance(caught.value.__cause__, ImportError)
 
+    @pytest.mark.parametrize(("make", "what"), [(make_policy, "policy"), (make_privacy, "privacy")])
+    def test_a_class_of_another_kind(self, make: Callable[[str], Any], what: str) -> None:
+        with pytest.raises(UsageError, match=rf"{what} is <tests\.core\.test_registry\.Another object.*; give a name"):
+            make("another")
+
     def test_missing_option(self) -> None:
         with pytest.raises(UsageError, match="speed"):
             make_policy("mine")
+
+
+class Another:
+    """Neither a policy nor a privacy scheme."""
 
 
 class Mine(NoLockstep):

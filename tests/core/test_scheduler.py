@@ -57,6 +57,21 @@ def run(scheduler: Scheduler, policy: Told, *takes: tuple[Request, int]) -> Batc
     return batch
 
 
+def test_a_policys_own_reason_may_be_that_of_lone_requests() -> None:
+    """The policy has decided about this batch, so it is told how long it took."""
+    scheduler, policy = make("a")
+    told: list[float] = []
+    policy.ran = lambda batch, seconds: told.append(seconds)  # type: ignore[method-assign]
+    mine = request(1, "a")
+    scheduler.submit(mine)
+    policy.decision = Run(F0, [(mine, 3)], "lone")
+    batch = scheduler.next_action(0.0)
+    assert isinstance(batch, Batch)
+    assert batch.reason == LONE
+    scheduler.completed(batch, 0.5, 1.0)
+    assert told == [0.5]
+
+
 def test_idle_when_nothing_is_queued() -> None:
     scheduler, _ = make("a")
     assert scheduler.next_action(0.0) == WaitUntil(math.inf)

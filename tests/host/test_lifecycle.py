@@ -12,9 +12,11 @@ import asyncio
 import contextlib
 import copy
 import gc
+import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -618,6 +620,81 @@ async def test_executor_lifecycle_errors(base: Any) -> None:
         await executor.client().open()
     async with symbiosis.Executor(base, name="mine") as again, again.client() as client:  # the name can be used again
         await client.forward(input_ids=IDS)
+
+
+async def test_an_address_that_cannot_be_closed(base: Any) -> None:
+    """All others are closed, and the executor too."""
+    executor = symbiosis.Executor(base, name="mine")
+    await executor.start()
+    broken, good = await executor.listen("tcp://127.0.0.1:0"), await executor.listen("tcp://127.0.0.1:0")
+    close = broken.close
+    broken.close = AsyncMock(side_effect=PermissionError("no"))  # type: ignore[method-assign]
+    with pytest.raises(PermissionError):
+        await executor.close()
+    await asyncio.wait_for(executor.wait_closed(), 10)
+    await close()
+    with pytest.raises(OSError, match="Connect call failed"):
+        await asyncio.open_connection(*good.address.removeprefix("tcp://").split(":"))
+    async with symbiosis.Executor(base, name="mine"):  # its name is free
+        pass
+
+
+async def test_a_channel_that_cannot_be_closed(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with symbiosis.Executor(base) as executor:
+        client = executor.client(lora())
+        await client.open()
+        await client.train_step(BATCH, adamw(client.model))
+        assert client_threads()
+        monkeypatch.setattr(client._channel, "close", Mock(side_effect=PermissionError("no")))
+        with pytest.raises(PermissionError):
+            await client.close()
+        assert not client_threads()
+
+
+def test_closing_after_the_event_loop_has_ended(base: Any) -> None:
+    opened: list[Any] = []
+
+    async def begin() -> None:
+        executor = symbiosis.Executor(base, name="mine")
+        await executor.start()
+        client = executor.client(lora())
+        await client.open()
+        await client.train_step(BATCH, adamw(client.model))
+        opened.extend([client, executor])
+
+    async def again() -> None:
+        async with symbiosis.Executor(base, name="mine"):
+            pass
+
+    asyncio.run(begin())
+    for one in opened:
+        asyncio.run(one.close())
+    assert not client_threads()
+    asyncio.run(again())
+
+
+async def test_statistics_on_another_thread(base: Any) -> None:
+    """Clients in the executor's process count their tokens meanwhile."""
+    async with symbiosis.Executor(base) as executor:
+        names = [f"client-{number}" for number in range(200)]
+        done = False
+
+        def look() -> None:
+            while not done:
+                executor.statistics()
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        looking = asyncio.create_task(asyncio.to_thread(look))
+        try:
+            for _ in range(20):
+                for name in names:
+                    executor.engine.walked(name, None)
+                await asyncio.sleep(0)
+        finally:
+            done = True
+            sys.setswitchinterval(interval)
+        await looking
 
 
 def test_an_error_in_the_body_is_raised_alone(base: Any) -> None:

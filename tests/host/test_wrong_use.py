@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,15 @@ def test_executor(make: Callable[[], Any], complaint: str) -> None:
 
 def test_dtype_by_name() -> None:
     assert symbiosis.Executor(tiny_model(), dtype="bfloat16").layers[0].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", [7, uuid.UUID(int=7), "\ud800", "a\nb", "n" * 129])
+async def test_names_that_another_host_could_not_be_told(name: Any) -> None:
+    async with symbiosis.Executor(tiny_model()) as executor:
+        with pytest.raises(UsageError, match=r"^name is .*; give a text of 1 to 128 printable characters"):
+            executor.client(name=name)
+        async with executor.client(name="n" * 128):
+            assert await executor.status()
 
 
 async def test_client() -> None:

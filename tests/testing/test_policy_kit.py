@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import Phase, settings
 
@@ -309,6 +310,12 @@ class WaitsForAString(Oldest):
 class TakesHalfARow(Oldest):
     def decide(self, view: View, now: float) -> Any:
         return Run(view.oldest.key, [(view.oldest, 0.5 + view.oldest.remaining / 2)], "half")  # type: ignore[list-item]
+
+
+@bad("np.int64")
+class CountsWithNumpy(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Run(view.oldest.key, [(view.oldest, np.int64(1))], "one")  # type: ignore[list-item]
 
 
 @bad("name")

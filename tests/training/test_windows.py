@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache
+from transformers.integrations.neftune import activate_neftune
 
 import symbiosis
 from symbiosis.core.terms import Kind
@@ -468,6 +469,14 @@ async def test_methods_that_need_the_whole_sequence(base: Any, name: str) -> Non
             client.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         kind = "LORA" if name in ("VeLoRA", "MonteCLoRA") else name
         with pytest.raises(UsageError, match=rf"{kind}.*leave `window` out"):
+            await client.train_step(batch(), adamw(client.model), window=4)
+        await client.train_step(batch(), adamw(client.model))
+
+
+async def test_noise_that_depends_on_the_length_of_the_sequence(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
+        activate_neftune(client.model, 5.0)
+        with pytest.raises(UsageError, match=r"NEFTune.*leave `window` out"):
             await client.train_step(batch(), adamw(client.model), window=4)
         await client.train_step(batch(), adamw(client.model))
 

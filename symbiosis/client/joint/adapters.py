@@ -32,6 +32,7 @@ from symbiosis.client.joint.attention import JointCache, walk
 from symbiosis.client.joint.stacks import Slot, Stack, StackRows
 from symbiosis.client.virtlayer import VirtConv1D, VirtLinear
 from symbiosis.core.requests import Key
+from symbiosis.errors import UsageError
 
 Adapted = Mapping[str, tuple[Any, str]]
 """A client's tuner layers and the names of their active adapters, by the name of the module that they wrap. An empty
@@ -223,7 +224,8 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _drop(place: int, why: str) -> None:
     """End the part of the client at a place in the walk."""
-    cast(JointCache, walk.get()).drop(place, RuntimeError(why))
+    error = UsageError(f"{why}; open the executor or the connection with joint='off'")
+    cast(JointCache, walk.get()).drop(place, error)
 
 
 def _suspended(*given: Any) -> Any:

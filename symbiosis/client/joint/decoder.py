@@ -28,7 +28,7 @@ from symbiosis.client.joint.captured import CapturedWalks, Step
 from symbiosis.client.joint.captured_walk import can_capture
 from symbiosis.client.joint.entry import Inputs, one_token, why_alone
 from symbiosis.client.joint.model import JointModel
-from symbiosis.client.joint.reading import Reading
+from symbiosis.client.joint.reading import Reading, gives_cache
 from symbiosis.client.joint.stacks import Slot, Stacks
 from symbiosis.client.joint.turn import Turn
 from symbiosis.client.kinds import Kinds
@@ -161,6 +161,8 @@ class Seat:
         reason = self._decoder.refusal or why_alone(ids, kwargs)
         if reason is not None:
             return reason
+        if not kwargs.get("use_cache") and not gives_cache(self._model.config):
+            return "a configuration without use_cache"
         if not self._decoder.may_join(self.name):
             return "the policy holds it back"
         reading, joint = self._reading, self._decoder.model

@@ -145,7 +145,7 @@ class Reading:
             self._seen = changes
         if self._passing or any(map(_training, self._dropouts)):
             return False
-        if any(now != before for now, before in self._configs):
+        if any(now != before and _effective(now) != _effective(before) for now, before in self._configs):
             return False
         for layer, disabled, active in self._tuners:
             if layer._disable_adapters is not disabled or layer._active_adapter != active or layer.merged_adapters:
@@ -292,7 +292,25 @@ class Reading:
 def settings_of(config: PreTrainedConfig) -> Settings:
     """Return the values of a configuration, and its choices of attention, which are not among them. Choices of code for
     experts have no effect on banks that are served, and ``generate`` changes them on GPUs."""
-    return config.to_dict(), [each._attn_implementation for each in _with_nested(config)]
+    return _effective(config.to_dict()), [each._attn_implementation for each in _with_nested(config)]
+
+
+_NO_EFFECT = {"use_cache", "bos_token_id", "eos_token_id", "pad_token_id"}
+"""Values without an effect on a token that is decoded with a cache. Trainers change them, and leave them changed."""
+
+
+def _effective(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration that have an effect on a token that is decoded with a cache."""
+    return {
+        key: _effective(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if key not in _NO_EFFECT
+    }
+
+
+def gives_cache(config: PreTrainedConfig) -> bool:
+    """Return whether calls that do not say ``use_cache`` return the cache."""
+    return all(getattr(each, "use_cache", True) for each in _with_nested(config))
 
 
 def _with_nested(config: PreTrainedConfig) -> list[PreTrainedConfig]:

@@ -15,7 +15,7 @@ import torch
 from peft.tuners.lora import layer as lora_layer
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 from torch.nn.utils.prune import l1_unstructured
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, Trainer, TrainingArguments
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -55,8 +55,8 @@ async def test_changes_of_a_model_are_noticed_between_two_tokens() -> None:
                     hook = norm.register_forward_hook(lambda module, args, out: 2 * out)
                     stack.callback(hook.remove)
                 if number == 8:
-                    stack.callback(setattr, model.config, "use_cache", True)
-                    model.config.use_cache = False
+                    stack.callback(delattr, model.config, "note")
+                    model.config.note = "a change"
                 if number == 9:
                     stack.enter_context(torch.autocast("cpu", torch.bfloat16))
                 if number == 10:
@@ -87,6 +87,40 @@ async def test_changes_of_a_model_are_noticed_between_two_tokens() -> None:
     assert counts.alone["a torch mode, such as autocast or a hook"] == 1
     assert counts.alone["a weight of its own at model.norm"] == 1
     assert counts.joint >= 4
+
+
+async def test_what_trainers_change_in_the_configuration(tmp_path: Path) -> None:
+    """`Trainer` turns the cache off for calls that do not say what they want, and takes the tokenizer's special tokens.
+    `generate` asks for the cache."""
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+
+    @torch.no_grad()
+    def decode(model: Any) -> list[torch.Tensor]:
+        data = [{"input_ids": text(5)[0], "labels": text(5)[0]}]
+        arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True)
+        Trainer(model, arguments, train_dataset=data)
+        assert not model.config.use_cache
+        model.config.pad_token_id = 7
+        ids, cache, found = text(5), None, []
+        for number in range(10):
+            options = {} if number == 5 else {"use_cache": True}
+            out = model(input_ids=ids, past_key_values=cache, **options)
+            assert (out.past_key_values is None) is (number == 5)
+            cache = cache or out.past_key_values
+            found.append(out.logits[:, -1])
+            ids = found[-1].argmax(-1, keepdim=True)
+        return found
+
+    async with some_clients(2, base) as (executor, clients):
+        got, _ = await asyncio.gather(clients[0].run(decode, clients[0].model), generate(clients[1], tokens=40))
+        count = executor.statistics().clients[clients[0].name]
+    assert count.joint >= 6
+    assert count.alone.get("a configuration without use_cache") == 1
+    assert "a configuration of its own" not in count.alone
+    right = decode(plain(plain_base, lora(), 0))
+    for one, other in zip(got, right, strict=True):
+        assert (one - other).abs().max() <= LOGITS * other.abs().max()
 
 
 async def test_a_list_of_active_adapters_that_its_tenant_changes_takes_effect() -> None:
