@@ -312,7 +312,8 @@ class Executor:
 
         An executor that has begun to close goes on if the caller is cancelled, as long as the event loop runs.
         """
-        if self._closing is None or (self._closing.done() and not self._closed.is_set()):  # again if it has failed
+        closing = self._closing
+        if closing is None or (closing.done() and (closing.cancelled() or closing.exception() is not None)):
             self._closing = asyncio.ensure_future(self._close(ExecutorClosedError.of(self.service.address)))
         await asyncio.shield(self._closing)
 

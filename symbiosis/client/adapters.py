@@ -173,7 +173,6 @@ def _kept_on_error(model: torch.nn.Module) -> Iterator[None]:
             present.update(past)
         if configs is None:
             vars(model).pop("peft_config", None)
-            vars(model).pop("_hf_peft_config_loaded", None)  # transformers' add_adapter sets it before it injects
         raise
 
 
@@ -182,11 +181,14 @@ _inject = BaseTuner.inject_adapter
 
 
 @functools.wraps(_init)
-def _init_checked(self: Any, *args: Any, **kwargs: Any) -> None:
+def _init_checked(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
     """Explain why a method is refused that reads base weights before it injects an adapter, as FRoD does."""
+    had_adapter = "peft_config" in vars(model)
     try:
-        _init(self, *args, **kwargs)
+        _init(self, model, *args, **kwargs)
     except PlaceholderError as error:
+        if not had_adapter:
+            vars(model).pop("_hf_peft_config_loaded", None)  # transformers' add_adapter has set it
         if error.layer is None:  # it is explained already
             raise
         config = self.peft_config[self.active_adapter]

@@ -6,6 +6,7 @@ client on an event loop may have its tokens walked jointly (:mod:`symbiosis.clie
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -62,6 +63,9 @@ class FrozenLoss(torch.Tensor):
         if not self.requires_grad:  # a sum with another loss may
             raise UsageError(NOTHING_TRAINS)
         super().backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor."""

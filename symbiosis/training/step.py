@@ -63,9 +63,10 @@ def training_step(model: Any, batch: Mapping[str, Any], window: int | None, prun
     if window is not None:
         check_window(window)
     prune = window is not None if prune is None else prune
+    in_windows = window is not None and window < tokens(batch)
     if not any(getattr(one, "requires_grad", False) for one in (*model.parameters(), *batch.values())):
         raise UsageError(NOTHING_TRAINS)
-    if window is not None and window < tokens(batch):
+    if in_windows:
         return _windows(WindowedStep(model, batch, window, prune))
     return _whole(model, batch, prune)
 

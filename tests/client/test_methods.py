@@ -154,14 +154,27 @@ async def test_synchronous_code_gets_the_same_refusal(method: str, tmp_path: Pat
                     peft.get_peft_model(model, wanted)
                 assert str(caught_here.value) == str(caught.value)
                 assert [name for name, _ in model.named_modules()] == names
-                for _ in range(2):  # transformers' own way, as often as the tenant likes
-                    with pytest.raises(PlaceholderError):
-                        model.add_adapter(wanted)
                 logits: torch.Tensor = peft.get_peft_model(model, peft.LoraConfig(**ON))(input_ids=IDS).logits
                 return logits
 
         adapted = await asyncio.to_thread(adapt)
     torch.testing.assert_close(adapted, tiny_model()(input_ids=IDS).logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["pissa", "hira"])
+async def test_add_adapter_goes_on_after_a_refusal(method: str, tmp_path: Path) -> None:
+    async with symbiosis.Executor(tiny_model()) as executor:
+        await executor.listen(f"shm://{tmp_path}/s")
+
+        def adapt() -> None:
+            with symbiosis.open_model(f"shm://{tmp_path}/s") as model:
+                for _ in range(2):
+                    with pytest.raises(PlaceholderError):
+                        model.add_adapter(REFUSE[method]())
+                model.add_adapter(peft.LoraConfig(**ON))
+                assert model.active_adapters() == ["default"]
+
+        await asyncio.to_thread(adapt)
 
 
 async def test_an_adapter_that_needs_base_weights_is_not_loaded(tmp_path: Any) -> None:

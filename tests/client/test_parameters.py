@@ -429,20 +429,3 @@ async def test_a_part_of_a_loss_may_have_nothing_to_train(base: Any, way: str, r
         found = await run(gradients)
     assert len(expected) == 28
     torch.testing.assert_close(found, expected)
-
-
-async def test_an_optimizer_of_a_part_that_is_frozen_again(base: Any) -> None:
-    """Its step does nothing, as in plain torch, unless nothing in the whole model is trainable."""
-    async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
-        norm = client.model.base_model.model.model.norm.weight
-        optimizer = torch.optim.SGD([norm.requires_grad_(True)])
-        norm.requires_grad_(False)
-        await client.train_step(BATCH, adamw(client.model))
-        assert optimizer.step() is None
-        with client.model.disable_adapter():
-            await client.forward(**BATCH)
-        assert optimizer.step() is None
-        client.model.requires_grad_(False)
-        assert not (await client.forward(**BATCH)).loss.requires_grad
-        with pytest.raises(UsageError, match="nothing in the model is trainable"):
-            optimizer.step()

@@ -219,7 +219,7 @@ class TakesNoRows(Oldest):
         return Run(view.oldest.key, [(view.oldest, 0)], "no rows")
 
 
-@bad("left")
+@bad("is allowed")
 class TakesMoreThanThereIs(Oldest):
     def decide(self, view: View, now: float) -> Any:
         return Run(view.oldest.key, [(view.oldest, view.oldest.remaining + 1)], "more")
