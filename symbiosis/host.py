@@ -314,8 +314,8 @@ class Executor:
         """
         closing = self._closing
         if closing is None or (closing.done() and (closing.cancelled() or closing.exception() is not None)):
-            self._closing = asyncio.ensure_future(self._close(ExecutorClosedError.of(self.service.address)))
-        await asyncio.shield(self._closing)
+            closing = self._closing = asyncio.ensure_future(self._close(ExecutorClosedError.of(self.service.address)))
+        await asyncio.shield(closing)
 
     async def _close(self, error: SymbiosisError) -> None:
         async with contextlib.AsyncExitStack() as stack:  # runs what follows from the last to the first, also on errors

@@ -69,7 +69,7 @@ class FrozenLoss(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor."""
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 @functools.cache

@@ -63,12 +63,13 @@ def training_step(model: Any, batch: Mapping[str, Any], window: int | None, prun
     if window is not None:
         check_window(window)
     prune = window is not None if prune is None else prune
-    in_windows = window is not None and window < tokens(batch)
+    if window is not None and window >= tokens(batch):
+        window = None
     if not any(getattr(one, "requires_grad", False) for one in (*model.parameters(), *batch.values())):
         raise UsageError(NOTHING_TRAINS)
-    if in_windows:
-        return _windows(WindowedStep(model, batch, window, prune))
-    return _whole(model, batch, prune)
+    if window is None:
+        return _whole(model, batch, prune)
+    return _windows(WindowedStep(model, batch, window, prune))
 
 
 def _whole(model: Any, batch: Mapping[str, Any], prune: bool) -> Step:

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 import symbiosis
 from symbiosis.client.parameters import SharedParameter, fetch_of, placeholder, shared_parameter
 from symbiosis.errors import PlaceholderError, UsageError
-from tests.helpers import BATCH, IDS, adamw, in_thread, lora
+from tests.helpers import BATCH, IDS, in_thread, lora
 
 T = TypeVar("T")
 

@@ -106,7 +106,6 @@ async def test_what_trainers_change_in_the_configuration(tmp_path: Path) -> None
         for number in range(10):
             options = {} if number == 5 else {"use_cache": True}
             out = model(input_ids=ids, past_key_values=cache, **options)
-            assert (out.past_key_values is None) is (number == 5)
             cache = cache or out.past_key_values
             found.append(out.logits[:, -1])
             ids = found[-1].argmax(-1, keepdim=True)
