@@ -704,6 +704,7 @@ async def test_a_masked_client_continues_after_a_cancelled_operation(name: str) 
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+        client.model.model.norm.weight.requires_grad_(True)
         task = asyncio.create_task(client.train_step(BATCH, torch.optim.SGD(client.model.parameters(), lr=0.0)))
         await asyncio.sleep(0)
         task.cancel()

@@ -560,7 +560,8 @@ async def test_models_that_need_the_whole_sequence(name: str) -> None:
     class_name, options, expected = UNFIT[name]
     adapter = lora(target_modules="all-linear")
     model = small(class_name, **options).to(torch.bfloat16 if class_name == "BartForCausalLM" else torch.float32)
-    async with symbiosis.Executor(model) as executor, executor.client(adapter) as client:
+    # With some adapters, the two losses of a random Bart are the same by chance.
+    async with symbiosis.Executor(model) as executor, executor.client(adapter, seed=0) as client:
         with pytest.raises(UsageError, match=rf"{expected}.*leave `window` out"):
             await client.train_step(batch(), adamw(client.model), window=5)
         await client.train_step(batch(), adamw(client.model))
