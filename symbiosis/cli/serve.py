@@ -10,6 +10,7 @@ import signal
 from contextlib import AsyncExitStack, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -34,7 +35,10 @@ PRODUCTS = 128
 """Products whose code oneDNN keeps. A product is one layer's shape, one pass and one number of rows
 (docs/decisions/0025-kept-products.md)."""
 
-LOADING_ERRORS = (OSError, ValueError, RuntimeError, ImportError, AssertionError, SafetensorError)
+LOADING_ERRORS = (
+    *(OSError, ValueError, RuntimeError, ImportError, AssertionError, EOFError),
+    *(SafetensorError, UnpicklingError),
+)
 """What transformers raises for a checkpoint that it cannot load. torch asserts that there is CUDA."""
 
 
@@ -100,7 +104,7 @@ def serve(
         str | None,
         _optional(
             help="Serve a part of the base layers: blocks, ranges of them and names or patterns, such as "
-            "0-15,lm_head. Other executors serve the others, whose weights are not loaded. Tenants name all addresses."
+            "0-15,lm_head. Other executors serve the others, whose weights are not kept. Tenants name all addresses."
         ),
     ] = None,
     shards: Annotated[

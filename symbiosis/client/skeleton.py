@@ -173,12 +173,15 @@ def _data_only(config: Any) -> Any:
     return {name: _data_only(value) for name, value in config.items() if name not in _NAMES_CODE}
 
 
-def _known_attention(name: Any) -> str | None:
-    """Return the name of an implementation of attention that is installed, or None for a model without attention.
-    Raises ShareError for any other: for a name that it does not know, transformers downloads code."""
+def _known_attention(name: Any) -> Any:
+    """Return the name of an implementation of attention that is installed, None for a model without attention, or a map
+    of these by the names of the model's parts. Raises ShareError for any other: for a name that it does not know,
+    transformers downloads code."""
+    if isinstance(name, Mapping):
+        return {part: _known_attention(own) for part, own in name.items()}
     installed = [*_ATTENTION, *(["flash_attention_2"] if importlib.util.find_spec("flash_attn") else [])]
     if name is None or name in installed:
-        return cast("str | None", name)
+        return name
     raise ShareError(
         f"the executor's model uses the attention {str(name)[:100]!r}; installed are {', '.join(installed)}; ask its "
         "provider for another attn_implementation"

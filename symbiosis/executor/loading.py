@@ -35,8 +35,8 @@ def load_model(
         **options: arguments of the class's ``from_pretrained``.
 
     Raises:
-        UsageError: the folder does not exist, has no configuration of a model, or the model consists of code of its
-            own and ``trust_remote_code=True`` is not among the options.
+        UsageError: the folder does not exist, has no configuration of a model, has an adapter beside the model, or the
+            model consists of code of its own and ``trust_remote_code=True`` is not among the options.
     """
     import transformers
 
@@ -62,7 +62,7 @@ def load_model(
                 with torch.device("meta"):
                     automatic = hasattr(model_class, "from_config")
                     check(model_class.from_config(config, **trust) if automatic else model_class(config))
-        return model_class.from_pretrained(model, **options)
+        return _loaded(model_class, model, options)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
@@ -74,6 +74,22 @@ def load_model(
         if folder.is_dir():
             raise
         raise UsageError(f"there is no folder {model}, and {_why_not(error)}") from error
+
+
+def _loaded(model_class: Any, model: str | Path, options: dict[str, Any]) -> Any:
+    """Return the model. Weights that the checkpoint lacks are the same random numbers each time, so that replicas, and an
+    executor that is started again, have the same model."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        loaded, found = model_class.from_pretrained(model, output_loading_info=True, **options)
+    if getattr(loaded, "_hf_peft_config_loaded", False):
+        raise UsageError(
+            f"{model} has an adapter beside the model (adapter_config.json), which clients would not get; merge it into "
+            "the model, or move it to another folder"
+        )
+    if missing := sorted(found["missing_keys"]):
+        log.warning("the checkpoint lacks weights, which are random", model=str(model), weights=missing[:20])
+    return loaded
 
 
 def load_tokenizer(model: str | Path, **options: Any) -> Any:

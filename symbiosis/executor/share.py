@@ -54,7 +54,7 @@ def share_of(split: SplitModel, tokenizer: Callable[[], Any] | None = None, name
         "model_type": config.model_type,
         "config": _without(_plain(config.to_dict()), "quantization_config", *_NOT_THE_MODEL),
         "generation_config": None if generation is None else _without(_plain(generation.to_dict()), *_NOT_THE_MODEL),
-        "attention": config._attn_implementation,
+        "attention": _attention(config),
         "dtype": dtype_name(model.dtype),
         "layers": [[*spec[:4], dtype_name(spec.dtype), *spec[5:]] for spec in split.specs],
         "tied": tied,
@@ -73,6 +73,14 @@ def share_of(split: SplitModel, tokenizer: Callable[[], Any] | None = None, name
     return Share(description, tensors, _tokenizer_files(description["name"], tokenizer))
 
 
+def _attention(config: Any) -> Any:
+    """Return a configuration's implementation of attention or, if it has parts, that of each part by the part's name,
+    and its own under "", as transformers takes them."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    of_parts = {name: _attention(part) for name, part in parts.items() if hasattr(part, "sub_configs")}
+    return {"": config._attn_implementation, **of_parts} if of_parts else config._attn_implementation
+
+
 def _check_as_built(split: SplitModel) -> None:
     """Raise ShareError if the model is of a class of its own, or a module of the clients' part has hooks or a
     ``forward`` of its own: clients in other processes build this part from the configuration and the class's name."""
@@ -86,7 +94,8 @@ def _check_as_built(split: SplitModel) -> None:
     layers = [*(layer.module for layer in split.layers), *(module for _, module in split.elsewhere)]
     served = {id(part) for layer in layers for part in layer.modules()}
     for name, module in split.model.named_modules():
-        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        places = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+        hooks = [hook for place in places for hook in place.values()]
         changes = any("require_grads" not in getattr(hook, "__qualname__", "") for hook in hooks)  # transformers' own
         if id(module) not in served and (changes or _has_own_forward(module)):
             raise ShareError(

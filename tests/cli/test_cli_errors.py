@@ -47,6 +47,14 @@ def test_results_that_cannot_be_written(tmp_path: Path) -> None:
     assert "it is a folder" in _error(*data, *output, "--json", str(tmp_path))
 
 
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n"], ids=["empty", "a pointer"])
+def test_weights_that_were_not_downloaded(tmp_path: Path, content: bytes) -> None:
+    tiny_model().config.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    found = _error("serve", str(tmp_path), "--listen", f"shm://{tmp_path}/s")
+    assert "cannot be loaded; give a folder with a transformers model" in found
+
+
 @pytest.mark.parametrize("device", ["nosuch", "cpu:x"])
 def test_benchmarks_on_a_missing_device(device: str) -> None:
     found = _error("bench", "overhead", "--preset", "tiny", "--rounds", "1", "--device", device)

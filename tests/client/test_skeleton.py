@@ -17,6 +17,7 @@ from symbiosis.client.connect import tokenizer_of
 from symbiosis.client.skeleton import Hollow
 from symbiosis.core.share import Share
 from symbiosis.errors import ShareError
+from symbiosis.testing.zoo import ZOO, zoo_model
 from tests.service import save_model
 
 CODE = "raise SystemExit('the code of a provider was executed')"
@@ -90,6 +91,28 @@ def test_a_tokenizer_that_names_code(tokenizer: dict[str, bytes], where: str) ->
 def test_attention_that_is_not_installed(share: Share, name: Any) -> None:
     with pytest.raises(ShareError, match="uses the attention"):
         Hollow(changed(share, attention=name), torch.device("cpu"))
+
+
+def paligemma(text: str) -> Any:
+    options: Any = ZOO["PaliGemmaForConditionalGeneration"].options["text_config"]
+    return zoo_model("PaliGemmaForConditionalGeneration", text_config={**options, "model_type": text})
+
+
+def test_each_part_of_a_model_has_its_own_attention() -> None:
+    """transformers falls back to another one in a part that does not support the model's."""
+    model = paligemma(text="gemma2")
+    share = symbiosis.Executor(model).service.share()
+    built = Hollow(share, torch.device("cpu")).model
+    for one in (model.config, built.config):
+        assert one._attn_implementation == "sdpa"
+        assert one.vision_config._attn_implementation == "sdpa"
+        assert one.text_config._attn_implementation == "eager"
+    other = paligemma(text="gemma")
+    other.config.text_config._attn_implementation = "eager"
+    shares = [symbiosis.Executor(each).service.share() for each in (paligemma(text="gemma"), other)]
+    assert shares[0].description["fingerprint"] != shares[1].description["fingerprint"]
+    with pytest.raises(ShareError, match="uses the attention 'someone/kernels'"):
+        Hollow(changed(share, attention={"": "sdpa", "text_config": "someone/kernels"}), torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("no_question")

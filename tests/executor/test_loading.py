@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import peft
 import pytest
+import torch
 import transformers
 from huggingface_hub import errors
 
@@ -16,6 +19,7 @@ from symbiosis import Executor
 from symbiosis.errors import ShareError, SplitError, UsageError
 from symbiosis.executor.loading import load_model
 from symbiosis.testing.zoo import zoo_model
+from tests.helpers import lora
 
 ANSWER = Mock(headers={})
 
@@ -83,6 +87,27 @@ def test_names_of_linear_layers_of_a_class_of_their_own(tmp_path: Path, names: d
     model.save_pretrained(tmp_path)
     served = {layer.name for layer in Executor.from_pretrained(tmp_path, **names).layers}
     assert served == {layer.name for layer in Executor(model, **names).layers}
+
+
+def test_an_adapter_beside_a_model(base: Any, tmp_path: Path) -> None:
+    base.save_pretrained(tmp_path)
+    peft.get_peft_model(copy.deepcopy(base), lora()).save_pretrained(str(tmp_path))
+    with pytest.raises(UsageError, match=r"has an adapter beside the model .*; merge it into the model, or move it"):
+        load_model(tmp_path)
+
+
+def test_weights_that_a_checkpoint_lacks(base: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are the same each time, whatever the program has drawn before, and draw nothing from its stream."""
+    base.save_pretrained(tmp_path)
+    models = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        models.append(load_model(tmp_path, transformers.LlamaForSequenceClassification))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(models[0].score.weight, models[1].score.weight)
+    assert "the checkpoint lacks weights, which are random" in caplog.text
+    assert "score.weight" in caplog.text
 
 
 def test_own_code_of_a_checkpoint_comes_before_a_class_of_transformers(

@@ -62,6 +62,8 @@ def change(model: Any, what: str) -> None:
     block = model.model.layers[1]
     if what == "a hook on a block":
         block.register_forward_hook(lambda module, args, out: out * 2)
+    elif what == "a hook on gradients of a norm":
+        model.model.norm.register_full_backward_hook(lambda module, gradients, _: (gradients[0] * 2,))
     elif what == "a hook before a linear layer":
         block.mlp.down_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     elif what == "a method on a norm":
@@ -87,6 +89,13 @@ async def test_changes_in_code_reach_clients_of_the_process_and_are_refused_for_
             ShareError, match=r"model\.layers\.1.* has hooks or a forward of its own, which would not reach"
         ):
             executor.service.share()
+
+
+def test_hooks_on_gradients_are_refused_for_others() -> None:
+    model = tiny_model()
+    change(model, "a hook on gradients of a norm")
+    with pytest.raises(ShareError, match=r"model\.norm .* has hooks"):
+        symbiosis.Executor(model).service.share()
 
 
 def test_changes_that_change_no_result_are_shared() -> None:
