@@ -687,7 +687,7 @@ async def test_statistics_on_another_thread(base: Any) -> None:
         sys.setswitchinterval(1e-6)
         looking = asyncio.create_task(asyncio.to_thread(look))
         try:
-            for _ in range(20):
+            for _ in range(300):
                 for name in names:
                     executor.engine.walked(name, None)
                 await asyncio.sleep(0)
