@@ -96,7 +96,7 @@ def _noting(cls: Any, outer: bool) -> type[Any]:
                 output = cls.forward(self, *args, **kwargs)  # looked up now: libraries replace it
             else:
                 output = seat.forward(functools.partial(cls.forward, self), args, kwargs)
-        loss = getattr(output, "loss", None) if outer and self.training and torch.is_grad_enabled() else None
+        loss = getattr(output, "loss", None) if outer and torch.is_grad_enabled() else None
         if isinstance(loss, torch.Tensor) and not loss.requires_grad:
             output.loss = loss.as_subclass(FrozenLoss)
         return output

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from os import PathLike
@@ -87,6 +88,7 @@ class Client:
         """Number of tokens of the executor's model."""
         self.closed = False
         self._ending: asyncio.Future[None] | None = None
+        self._loop_thread: int | None = None
 
     async def __aenter__(self) -> Client:
         await self.open()
@@ -101,6 +103,7 @@ class Client:
         if opened_before:
             raise UsageError(f"client {self.name!r} was opened before; make a new one")
         self._connecting = True
+        self._loop_thread = threading.get_ident()
         try:
             channel = await self._connect(self.name)
         finally:
@@ -255,14 +258,18 @@ class Client:
                 repeated keys (FlexLLM, section 5.2). Default: True with a window, otherwise False.
 
         Raises:
-            UsageError: the model gave no loss, or nothing is trainable; or the model, its PEFT method or the batch
-                cannot be run in windows.
+            UsageError: the model gave no loss, or the optimizer has nothing to train; or the model, its PEFT method or
+                the batch cannot be run in windows.
         """
         if not isinstance(batch, Mapping) or not hasattr(optimizer, "step"):
             raise UsageError(
                 f"train_step takes a batch (the model's arguments by name) and an optimizer, not "
                 f"{type(batch).__name__} and {type(optimizer).__name__}"
             )
+        if isinstance(optimizer, torch.optim.Optimizer) and not any(  # anything with step and zero_grad may be used
+            parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            raise UsageError(f"the optimizer has no trainable parameter: {NOTHING_TRAINS}")
         async with self._having_turn():
             model = self.model
             device = self._device or self._open_channel().device
@@ -325,7 +332,7 @@ class Client:
                 another operation; the adapter is not complete, or is of another model; or it is called on another
                 thread than the event loop's, where an operation of the client could begin meanwhile.
         """
-        if not self._thread.is_current and _outside_loops():
+        if not self._thread.is_current and threading.get_ident() != self._loop_thread:
             raise UsageError(
                 f"client {self.name!r}: an adapter is not loaded on another thread, beside operations of the client; "
                 "write `await client.run(client.load_adapter, folder)`"
@@ -405,15 +412,6 @@ class Client:
     def _interrupt(self, error: BaseException) -> None:
         if self._channel is not None:
             self._channel.interrupt(error)
-
-
-def _outside_loops() -> bool:
-    """Return whether no event loop runs on this thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return True
-    return False
 
 
 def _without_engine_threads(fn: Callable[[], T]) -> T:

@@ -77,15 +77,15 @@ def load_model(
 
 
 def _loaded(model_class: Any, model: str | Path, options: dict[str, Any]) -> Any:
-    """Return the model. Weights that the checkpoint lacks are the same random numbers each time, so that replicas, and an
+    """Return the model. Weights that the checkpoint lacks are the same random numbers each time: replicas, and an
     executor that is started again, have the same model."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         loaded, found = model_class.from_pretrained(model, output_loading_info=True, **options)
     if getattr(loaded, "_hf_peft_config_loaded", False):
         raise UsageError(
-            f"{model} has an adapter beside the model (adapter_config.json), which clients would not get; merge it into "
-            "the model, or move it to another folder"
+            f"{model} has an adapter beside the model (adapter_config.json), which clients would not get; merge it "
+            "into the model, or move it to another folder"
         )
     if missing := sorted(found["missing_keys"]):
         log.warning("the checkpoint lacks weights, which are random", model=str(model), weights=missing[:20])

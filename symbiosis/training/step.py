@@ -63,13 +63,11 @@ def training_step(model: Any, batch: Mapping[str, Any], window: int | None, prun
     if window is not None:
         check_window(window)
     prune = window is not None if prune is None else prune
-    if window is not None and window >= tokens(batch):
-        window = None
-    if not any(getattr(one, "requires_grad", False) for one in (*model.parameters(), *batch.values())):
-        raise UsageError(NOTHING_TRAINS)
-    if window is None:
-        return _whole(model, batch, prune)
-    return _windows(WindowedStep(model, batch, window, prune))
+    if window is not None and window < tokens(batch):
+        if not any(getattr(one, "requires_grad", False) for one in (*model.parameters(), *batch.values())):
+            raise UsageError(NOTHING_TRAINS)
+        return _windows(WindowedStep(model, batch, window, prune))
+    return _whole(model, batch, prune)
 
 
 def _whole(model: Any, batch: Mapping[str, Any], prune: bool) -> Step:
@@ -83,6 +81,8 @@ def _whole(model: Any, batch: Mapping[str, Any], prune: bool) -> Step:
         remedy = "leave return_dict=False out" if isinstance(output, tuple) else "add labels"
         raise UsageError(f"the model gave no loss for a batch of {', '.join(batch)}; {remedy}")
     del output
+    if not loss.requires_grad:
+        raise UsageError(NOTHING_TRAINS)
     return (yield Backward(lambda: _backward(loss)))  # type: ignore[no-any-return]
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -378,6 +378,10 @@ async def test_a_second_adapter_leaves_modes_as_they_are(executor: symbiosis.Exe
         assert not any(dropout.training for dropout in dropouts)
 
 
+async def _called(fn: Callable[..., object], *args: object) -> None:
+    fn(*args)
+
+
 async def test_an_adapter_is_loaded_between_operations(executor: symbiosis.Executor, tmp_path: Any) -> None:
     """On another thread an operation could begin meanwhile. Within `run`, loading is an operation itself."""
     async with executor.client(lora()) as client:
@@ -387,6 +391,11 @@ async def test_an_adapter_is_loaded_between_operations(executor: symbiosis.Execu
         torch.nn.init.zeros_(parameter)
         with pytest.raises(UsageError, match=r"on another thread.*`await client\.run\(client\.load_adapter"):
             await asyncio.to_thread(client.load_adapter, tmp_path)
+        loading = asyncio.to_thread(
+            lambda: asyncio.run(_called(client.load_adapter, tmp_path))
+        )  # with a loop of its own
+        with pytest.raises(UsageError, match="on another thread"):
+            await loading
         assert not parameter.any()
         operation = asyncio.create_task(client.forward(input_ids=IDS))
         await asyncio.sleep(0)

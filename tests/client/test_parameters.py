@@ -353,8 +353,28 @@ async def test_a_training_step_with_a_frozen_adapter(base: Any, way: str, tmp_pa
         client = await stack.enter_async_context((executor if way == "alone" else connected).client(lora()))
         client.model.requires_grad_(False).enable_input_require_grads()
         optimizer = torch.optim.AdamW(client.model.parameters())
-        with pytest.raises(UsageError, match=r"^nothing in the model is trainable"):
+        with pytest.raises(UsageError, match=r"^the optimizer has no trainable parameter: nothing in the model"):
             await client.train_step(BATCH, optimizer)
+
+
+async def test_a_training_step_of_what_is_not_a_parameter_of_the_model(base: Any) -> None:
+    vector = torch.zeros(base.config.hidden_size, requires_grad=True)
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        client.model.model.layers[1].register_forward_hook(lambda module, args, out: out + vector)
+        await client.train_step(BATCH, torch.optim.SGD([vector], lr=1.0))
+        assert vector.abs().max() > 0
+
+
+@pytest.mark.parametrize("way", ["joint", "alone", "shm"])
+async def test_a_loop_of_the_tenants_own_with_nothing_trainable(base: Any, way: str, tmp_path: Path) -> None:
+    """A model is in evaluation mode when it was opened."""
+
+    def train(model: Any) -> None:
+        with pytest.raises(UsageError, match=r"^nothing in the model is trainable"):
+            model(**BATCH).loss.backward()
+
+    async with models(base, way, tmp_path) as run:
+        await run(train)
 
 
 @pytest.mark.parametrize("way", ["joint", pytest.param("shm", marks=pytest.mark.thorough)])

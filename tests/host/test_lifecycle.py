@@ -632,6 +632,7 @@ async def test_an_address_that_cannot_be_closed(base: Any) -> None:
     with pytest.raises(PermissionError):
         await executor.close()
     await asyncio.wait_for(executor.wait_closed(), 10)
+    await executor.close()  # as at the end of an `async with`
     await close()
     with pytest.raises(OSError, match="Connect call failed"):
         await asyncio.open_connection(*good.address.removeprefix("tcp://").split(":"))
