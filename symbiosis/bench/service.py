@@ -131,6 +131,17 @@ def served(
             process.communicate()
 
 
+async def answer(process: asyncio.subprocess.Process, command: str) -> float:
+    """Write a command to a process's standard input, and return the number that it answers."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{command}\n".encode())
+    await process.stdin.drain()
+    if not (line := await process.stdout.readline()):
+        raise RuntimeError(f"a process that is measured ended with status {await process.wait()}")
+    return float(line)
+
+
 class TenantProcess:
     """A tenant in another process. Its methods take the number of one of its addresses, and return its processor time
     in seconds."""
@@ -140,24 +151,15 @@ class TenantProcess:
 
     async def prefill(self, address: int = 0) -> float:
         """Run the prompt from an empty cache."""
-        return await self._do(f"prefill {address}")
+        return await answer(self._process, f"prefill {address}")
 
     async def steps(self, count: int, address: int = 0) -> float:
         """Decode ``count`` tokens."""
-        return await self._do(f"steps {address} {count}")
+        return await answer(self._process, f"steps {address} {count}")
 
     async def train(self, address: int = 0, steps: int = 1) -> float:
         """Run training steps."""
-        return await self._do(f"train {address} {steps}")
-
-    async def _do(self, command: str) -> float:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{command}\n".encode())
-        await self._process.stdin.drain()
-        if not (answer := await self._process.stdout.readline()):
-            raise RuntimeError(f"a tenant's process ended with status {await self._process.wait()}")
-        return float(answer)
+        return await answer(self._process, f"train {address} {steps}")
 
     async def end(self) -> None:
         assert self._process.stdin is not None

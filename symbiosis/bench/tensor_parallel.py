@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from symbiosis.bench.service import answer
+
 COUNT = 2
 """Processes that hold the model together."""
 
@@ -43,17 +45,7 @@ class TensorParallel:
         return await self._run("train")
 
     async def _run(self, work: str) -> float:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{work}\n".encode())
-        return max(await asyncio.gather(*map(_answer, self._processes)))
-
-
-async def _answer(process: asyncio.subprocess.Process) -> float:
-    assert process.stdout is not None
-    if not (line := await process.stdout.readline()):
-        raise RuntimeError(f"a process with a part of the model ended with status {await process.wait()}")
-    return float(line)
+        return max(await asyncio.gather(*(answer(process, work) for process in self._processes)))
 
 
 @contextlib.asynccontextmanager

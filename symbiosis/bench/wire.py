@@ -194,9 +194,8 @@ def _tcp_echo() -> Iterator[Callable[[int], object]]:
 
 _GLOO = """
 import sys, torch, torch.distributed as dist
-options = dist.ProcessGroupGloo._Options()
-options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-group = dist.ProcessGroupGloo(dist.FileStore(sys.argv[1], 2), 0, 2, options)
+from symbiosis.process_groups import gloo
+group = gloo(dist.FileStore(sys.argv[1], 2), 0, 2, "127.0.0.1", 600)
 size, buffer = torch.zeros(1, dtype=torch.int64), torch.zeros(1 << 20, dtype=torch.uint8)
 while True:
     group.recv([size], 1, 0).wait()
@@ -210,12 +209,12 @@ while True:
 def _gloo_echo() -> Iterator[Callable[[int], object]]:
     import torch.distributed as dist
 
+    from symbiosis.process_groups import gloo  # other transports do without torch.distributed
+
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "rendezvous")
         process = subprocess.Popen([sys.executable, "-c", _GLOO, path], start_new_session=True)
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        group: Any = dist.ProcessGroupGloo(dist.FileStore(path, 2), 1, 2, options)  # type: ignore[attr-defined]
+        group = gloo(dist.FileStore(path, 2), 1, 2, "127.0.0.1", 600)  # type: ignore[attr-defined]
         there, back = (torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(2))
 
         def send(size: int) -> None:

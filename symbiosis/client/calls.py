@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import GenerationMixin
 
 from symbiosis.client.kinds import Kinds, kind_of_call
@@ -72,6 +74,32 @@ class FrozenLoss(torch.Tensor):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+_idle: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models of clients that had nothing to train when they last computed a loss."""
+
+
+@_disable_dynamo  # the compiler cannot read shared parameters
+def _note_loss(model: Any, output: Any) -> None:
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        trains = any(parameter.requires_grad for parameter in model.parameters())
+        (_idle.discard if trains else _idle.add)(model)
+        if not loss.requires_grad:
+            output.loss = loss.as_subclass(FrozenLoss)
+
+
+def check_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raise UsageError if neither an optimizer nor a client's model has anything to train. The backward pass does not
+    show it if inputs require gradients, as for checkpointing. Serves as a pre-hook of all optimizers' steps."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if _idle and not any(parameter.requires_grad for parameter in parameters):
+        _idle.clear()
+        raise UsageError(f"the optimizer has no trainable parameter: {NOTHING_TRAINS}")
+
+
+register_optimizer_step_pre_hook(check_trains)
+
+
 @functools.cache
 def _noting(cls: Any, outer: bool) -> type[Any]:
     """Return a model class whose forward notes the call, and asks the seat of the instance first.
@@ -96,9 +124,8 @@ def _noting(cls: Any, outer: bool) -> type[Any]:
                 output = cls.forward(self, *args, **kwargs)  # looked up now: libraries replace it
             else:
                 output = seat.forward(functools.partial(cls.forward, self), args, kwargs)
-        loss = getattr(output, "loss", None) if outer and torch.is_grad_enabled() else None
-        if isinstance(loss, torch.Tensor) and not loss.requires_grad:
-            output.loss = loss.as_subclass(FrozenLoss)
+        if outer and torch.is_grad_enabled():
+            _note_loss(self, output)
         return output
 
     def reduce(self: Any, protocol: Any) -> Any:

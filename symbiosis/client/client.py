@@ -258,7 +258,7 @@ class Client:
                 repeated keys (FlexLLM, section 5.2). Default: True with a window, otherwise False.
 
         Raises:
-            UsageError: the model gave no loss, or the optimizer has nothing to train; or the model, its PEFT method or
+            UsageError: the model gave no loss, or nothing is trainable; or the model, its PEFT method or
                 the batch cannot be run in windows.
         """
         if not isinstance(batch, Mapping) or not hasattr(optimizer, "step"):
@@ -266,10 +266,6 @@ class Client:
                 f"train_step takes a batch (the model's arguments by name) and an optimizer, not "
                 f"{type(batch).__name__} and {type(optimizer).__name__}"
             )
-        if isinstance(optimizer, torch.optim.Optimizer) and not any(  # anything with step and zero_grad may be used
-            parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]
-        ):
-            raise UsageError(f"the optimizer has no trainable parameter: {NOTHING_TRAINS}")
         async with self._having_turn():
             model = self.model
             device = self._device or self._open_channel().device

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from symbiosis.core.share import Share
@@ -71,7 +70,7 @@ def joining(address: str, hello: Hello, again: bool, progress: Progress | None =
     if (known := welcome.known()) is not None:
         return Joined(welcome, known)
     if descriptors:
-        return Joined(welcome, welcome.share(partial(tensors_in, descriptors[-1])))
+        return Joined(welcome, welcome.share(tensors_in(descriptors[-1])))
     with contextlib.closing(ReceivedShare(welcome.content.get("share_bytes"))) as file:
         asked = 0
         while file.done < file.size:
@@ -84,7 +83,7 @@ def joining(address: str, hello: Hello, again: bool, progress: Progress | None =
             file.add(wire.read_id(content), attached[0])
             if progress is not None:
                 progress(file.done, file.size)
-        return Joined(welcome, welcome.share(file.tensors))
+        return Joined(welcome, welcome.share(file.tensors()))
 
 
 def exchange(messages: Joining, send: Callable[[bytes], object], receive: Callable[[], Message]) -> Joined:

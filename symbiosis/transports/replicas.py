@@ -124,18 +124,14 @@ class Replicas:
             ConnectionLostError: a layer is served by none of them, and an executor does not answer.
             UsageError: an address cannot be used in this way.
         """
-        whole, looks = self._seen_whole(PATIENCE_S)
-        found = (str(fingerprint_in(look)) for look in looks.values() if isinstance(look, Look))
-        return list(dict.fromkeys(found)), whole, looks
-
-    def _seen_whole(self, patience_s: float) -> tuple[dict[str, Any], Looks]:
-        """Return the description of the whole model, and what was seen. Raises like :meth:`_parts`."""
-        looks = self._looks(patience_s)
+        looks = self._looks(PATIENCE_S)
         try:
-            return _merge(looks), looks
+            whole = _merge(looks)
         except ConnectionLostError:
             looks = self._addresses.looks(None)
-            return _merge(looks), looks
+            whole = _merge(looks)
+        found = (str(fingerprint_in(look)) for look in looks.values() if isinstance(look, Look))
+        return list(dict.fromkeys(found)), whole, looks
 
     def _looks(self, patience_s: float | None) -> Looks:
         """Return what was seen; see :meth:`Addresses.looks`. Raises UsageError if an address cannot be used in this

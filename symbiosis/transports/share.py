@@ -226,9 +226,9 @@ class Welcome:
         """Return the share, if a client of this process uses it already."""
         return _shares.get(_key(self.description, self.tokenizer))
 
-    def share(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> Share:
-        """Return the share, the same object for all clients of this process. ``tensors`` is called if it is new."""
-        return self.known() or common_share(self.description, tensors(), self.tokenizer)
+    def share(self, tensors: Mapping[str, torch.Tensor]) -> Share:
+        """Return the share, the same object for all clients of this process."""
+        return common_share(self.description, tensors, self.tokenizer)
 
 
 def common_share(

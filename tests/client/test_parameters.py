@@ -305,6 +305,29 @@ async def test_training_with_nothing_trainable(base: Any, way: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("way", ["joint", "alone", "shm"])
+@pytest.mark.parametrize("what", ["a loop", "a frozen adapter", "Trainer"])
+async def test_nothing_trainable_with_checkpointing(base: Any, way: str, what: str, tmp_path: Path) -> None:
+    """Inputs with gradients give the loss one, so the backward pass runs; the optimizer's step says what to do."""
+
+    def train(model: Any) -> None:
+        if what == "a frozen adapter":
+            model = get_peft_model(model, lora()).requires_grad_(False)
+        model.train().enable_input_require_grads()
+        if what == "Trainer":
+            options = {"max_steps": 2, "gradient_checkpointing": True, "report_to": [], "use_cpu": True}
+            data = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
+            step: Any = Trainer(model, TrainingArguments(str(tmp_path / "out"), **options), train_dataset=data).train
+        else:
+            step = torch.optim.AdamW(model.parameters()).step
+            model(**BATCH).loss.backward()
+        with pytest.raises(UsageError, match="has no trainable parameter"):
+            step()
+
+    async with models(base, way, tmp_path) as run:
+        await run(train)
+
+
+@pytest.mark.parametrize("way", ["joint", "alone", "shm"])
 @pytest.mark.parametrize("training", [False, True])
 async def test_windows_with_nothing_trainable(base: Any, way: str, training: bool, tmp_path: Path) -> None:
     def train(model: Any) -> None:
