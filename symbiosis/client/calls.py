@@ -80,6 +80,7 @@ _idle: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @_disable_dynamo  # the compiler cannot read shared parameters
 def _note_loss(model: Any, output: Any) -> None:
+    """Note whether anything in a model is trainable, and have its loss say what to do if not."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         trains = any(parameter.requires_grad for parameter in model.parameters())

@@ -258,8 +258,8 @@ class Client:
                 repeated keys (FlexLLM, section 5.2). Default: True with a window, otherwise False.
 
         Raises:
-            UsageError: the model gave no loss, or nothing is trainable; or the model, its PEFT method or
-                the batch cannot be run in windows.
+            UsageError: the model gave no loss, or nothing is trainable; or the model, its PEFT method or the batch
+                cannot be run in windows.
         """
         if not isinstance(batch, Mapping) or not hasattr(optimizer, "step"):
             raise UsageError(
@@ -328,13 +328,14 @@ class Client:
                 another operation; the adapter is not complete, or is of another model; or it is called on another
                 thread than the event loop's, where an operation of the client could begin meanwhile.
         """
+        model = self.model
         if not self._thread.is_current and threading.get_ident() != self._loop_thread:
             raise UsageError(
                 f"client {self.name!r}: an adapter is not loaded on another thread, beside operations of the client; "
                 "write `await client.run(client.load_adapter, folder)`"
             )
         self._check_idle("loading")
-        self._model = load_adapter(self.model, folder, name, trainable, self._requester)
+        self._model = load_adapter(model, folder, name, trainable, self._requester)
 
     def _check_idle(self, before: str) -> None:
         """Raise UsageError if the client is in the middle of an operation, unless the caller is this operation."""

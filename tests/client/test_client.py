@@ -433,6 +433,8 @@ async def test_names_and_representation(executor: symbiosis.Executor) -> None:
     first, second = executor.client(), executor.client()
     assert first.name != second.name
     assert "not open yet" in repr(first)
+    with pytest.raises(UsageError, match="not open yet"):
+        first.load_adapter("nowhere")
     async with executor.client(name="alice") as alice:
         assert repr(alice) == "<Client 'alice': open>"
     assert repr(alice) == "<Client 'alice': closed>"
