@@ -186,10 +186,10 @@ def _init_checked(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) 
     had_adapter = "peft_config" in vars(model)
     try:
         _init(self, model, *args, **kwargs)
-    except PlaceholderError as error:
+    except Exception as error:
         if not had_adapter:
             vars(model).pop("_hf_peft_config_loaded", None)  # transformers' add_adapter has set it
-        if error.layer is None:  # it is explained already
+        if not isinstance(error, PlaceholderError) or error.layer is None:  # it is explained already
             raise
         config = self.peft_config[self.active_adapter]
         raise PlaceholderError(_reads_weights(config, "when it is initialised")) from error

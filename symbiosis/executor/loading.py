@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -77,19 +78,34 @@ def load_model(
 
 
 def _loaded(model_class: Any, model: str | Path, options: dict[str, Any]) -> Any:
-    """Return the model. Weights that the checkpoint lacks are the same random numbers each time: replicas, and an
-    executor that is started again, have the same model."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
+    from transformers import PreTrainedModel
+
+    loading: Any = PreTrainedModel.from_pretrained
+    if getattr(model_class.from_pretrained, "__func__", None) is loading.__func__:
         loaded, found = model_class.from_pretrained(model, output_loading_info=True, **options)
+        missing = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    else:  # of an Auto class, or around that of transformers, perhaps without this option
+        loaded, missing = model_class.from_pretrained(model, **options), set()
     if getattr(loaded, "_hf_peft_config_loaded", False):
         raise UsageError(
             f"{model} has an adapter beside the model (adapter_config.json), which clients would not get; merge it "
             "into the model, or move it to another folder"
         )
-    if missing := sorted(found["missing_keys"]):
-        log.warning("the checkpoint lacks weights, which are random", model=str(model), weights=missing[:20])
+    if missing:
+        log.warning("the checkpoint lacks weights, which are random", model=str(model), weights=sorted(missing)[:20])
+        _draw_again(loaded, missing)
     return loaded
+
+
+@torch.no_grad()
+def _draw_again(model: Any, missing: Collection[str]) -> None:
+    """Replace random weights by the same ones each time, so that replicas, and an executor that is started again, have
+    the same model. Torch's generators are left alone: clients of the process draw from them."""
+    std = float(getattr(model.config.get_text_config(), "initializer_range", None) or 0.02)
+    for name, weight in sorted(model.named_parameters()):
+        if name in missing and weight.is_floating_point() and weight.min() != weight.max():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            weight.copy_(torch.empty(weight.shape).normal_(std=std, generator=generator))
 
 
 def load_tokenizer(model: str | Path, **options: Any) -> Any:

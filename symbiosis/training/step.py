@@ -64,8 +64,6 @@ def training_step(model: Any, batch: Mapping[str, Any], window: int | None, prun
         check_window(window)
     prune = window is not None if prune is None else prune
     if window is not None and window < tokens(batch):
-        if not any(getattr(one, "requires_grad", False) for one in (*model.parameters(), *batch.values())):
-            raise UsageError(NOTHING_TRAINS)
         return _windows(WindowedStep(model, batch, window, prune))
     return _whole(model, batch, prune)
 
@@ -93,6 +91,8 @@ def _windows(step: WindowedStep) -> Step:
         yield Forward(lambda index=index: step.fill_cache(index))  # type: ignore[misc]
     for index in reversed(range(len(step))):
         loss: torch.Tensor = yield Forward(lambda index=index: step.loss(index))  # type: ignore[misc]
+        if not loss.requires_grad:
+            raise UsageError(NOTHING_TRAINS)
         total += yield Backward(lambda loss=loss: _backward(loss))  # type: ignore[misc]
     tensors, gradients = step.rest()
     if tensors:

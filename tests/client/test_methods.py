@@ -161,16 +161,19 @@ async def test_synchronous_code_gets_the_same_refusal(method: str, tmp_path: Pat
     torch.testing.assert_close(adapted, tiny_model()(input_ids=IDS).logits, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["pissa", "hira"])
+@pytest.mark.parametrize("method", ["pissa", "hira", "a typo"])
 async def test_add_adapter_goes_on_after_a_refusal(method: str, tmp_path: Path) -> None:
+    wanted = REFUSE.get(method, lambda: peft.LoraConfig(target_modules=["typo"]))
+    error = PlaceholderError if method in REFUSE else ValueError
+
     async with symbiosis.Executor(tiny_model()) as executor:
         await executor.listen(f"shm://{tmp_path}/s")
 
         def adapt() -> None:
             with symbiosis.open_model(f"shm://{tmp_path}/s") as model:
                 for _ in range(2):
-                    with pytest.raises(PlaceholderError):
-                        model.add_adapter(REFUSE[method]())
+                    with pytest.raises(error):
+                        model.add_adapter(wanted())
                 model.add_adapter(peft.LoraConfig(**ON))
                 assert model.active_adapters() == ["default"]
 

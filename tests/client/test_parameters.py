@@ -384,8 +384,10 @@ async def test_a_training_step_of_what_is_not_a_parameter_of_the_model(base: Any
     vector = torch.zeros(base.config.hidden_size, requires_grad=True)
     async with symbiosis.Executor(base) as executor, executor.client() as client:
         client.model.model.layers[1].register_forward_hook(lambda module, args, out: out + vector)
-        await client.train_step(BATCH, torch.optim.SGD([vector], lr=1.0))
-        assert vector.abs().max() > 0
+        for window in (None, 4):
+            before = vector.detach().clone()
+            await client.train_step(BATCH, torch.optim.SGD([vector], lr=1.0), window=window)
+            assert not torch.equal(vector, before)
 
 
 @pytest.mark.parametrize("way", ["joint", "alone", "shm"])
