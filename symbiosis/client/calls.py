@@ -75,7 +75,7 @@ class FrozenLoss(torch.Tensor):
 
 
 _idle: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Models of clients that had nothing to train when they last computed a loss."""
+"""Models of clients that were in training mode and had nothing to train when they last computed a loss."""
 
 
 @_disable_dynamo  # the compiler cannot read shared parameters
@@ -84,18 +84,23 @@ def _note_loss(model: Any, output: Any) -> None:
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         trains = any(parameter.requires_grad for parameter in model.parameters())
-        (_idle.discard if trains else _idle.add)(model)
+        (_idle.add if model.training and not trains else _idle.discard)(model)
         if not loss.requires_grad:
             output.loss = loss.as_subclass(FrozenLoss)
 
 
 def check_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Raise UsageError if neither an optimizer nor a client's model has anything to train. The backward pass does not
-    show it if inputs require gradients, as for checkpointing. Serves as a pre-hook of all optimizers' steps."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if _idle and not any(parameter.requires_grad for parameter in parameters):
-        _idle.clear()
-        raise UsageError(f"the optimizer has no trainable parameter: {NOTHING_TRAINS}")
+    """Raise UsageError for an optimizer of a client's model if neither has anything to train. The backward pass does
+    not show it if inputs require gradients, as for checkpointing. Serves as a pre-hook of all optimizers' steps."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.requires_grad for parameter in parameters):
+        return
+    for model in list(_idle):
+        own = set(model.parameters())
+        # Trainer leaves frozen parameters out, so an optimizer of a client's model may have none at all.
+        if not any(one.requires_grad for one in own) and (not parameters or not own.isdisjoint(parameters)):
+            _idle.discard(model)
+            raise UsageError(f"the optimizer has no trainable parameter: {NOTHING_TRAINS}")
 
 
 register_optimizer_step_pre_hook(check_trains)

@@ -92,20 +92,26 @@ def _loaded(model_class: Any, model: str | Path, options: dict[str, Any]) -> Any
             "into the model, or move it to another folder"
         )
     if missing:
-        log.warning("the checkpoint lacks weights, which are random", model=str(model), weights=sorted(missing)[:20])
+        log.warning(
+            "the checkpoint lacks weights, which transformers has initialised",
+            model=str(model),
+            weights=sorted(missing)[:20],
+        )
         _draw_again(loaded, missing)
     return loaded
 
 
 @torch.no_grad()
 def _draw_again(model: Any, missing: Collection[str]) -> None:
-    """Replace random weights by the same ones each time, so that replicas, and an executor that is started again, have
-    the same model. Torch's generators are left alone: clients of the process draw from them."""
-    std = float(getattr(model.config.get_text_config(), "initializer_range", None) or 0.02)
-    for name, weight in sorted(model.named_parameters()):
-        if name in missing and weight.is_floating_point() and weight.min() != weight.max():
+    """Replace the random weights of linear layers by the same ones each time, so that replicas, and an executor that is
+    started again, have the same model. Other weights may be those of a formula, such as sinusoids. Torch's generators
+    are left alone: clients of the process draw from them."""
+    std = float(getattr(model.config, "initializer_range", None) or 0.02)
+    for path, module in model.named_modules():
+        name = f"{path}.weight"
+        if name in missing and type(module) is nn.Linear and not module.weight.is_meta:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            weight.copy_(torch.empty(weight.shape).normal_(std=std, generator=generator))
+            module.weight.copy_(torch.empty(module.weight.shape).normal_(std=std, generator=generator))
 
 
 def load_tokenizer(model: str | Path, **options: Any) -> Any:

@@ -352,6 +352,19 @@ async def test_a_head_of_the_tenant_learns_from_a_frozen_model(base: Any, way: s
         assert torch.equal(await run(gradient), expected)
 
 
+async def test_optimizers_of_other_models(base: Any) -> None:
+    """They step beside a client's model that has nothing to train, in whatever way they have their gradients."""
+    master = torch.ones(3)
+    master.grad = torch.ones(3)
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        client.model.train().enable_input_require_grads()
+        await client.forward(**BATCH)
+        torch.optim.SGD([master], lr=1.0).step()
+        assert not master.any()
+        with pytest.raises(UsageError, match="has no trainable parameter"):
+            torch.optim.SGD(client.model.parameters()).step()
+
+
 @pytest.mark.parametrize("way", ["joint", "alone", "shm"])
 async def test_results_of_a_frozen_model_are_tensors_like_any_other(base: Any, way: str, tmp_path: Path) -> None:
     def use(model: Any) -> None:

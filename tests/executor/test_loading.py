@@ -107,8 +107,17 @@ def test_weights_that_a_checkpoint_lacks(base: Any, tmp_path: Path, caplog: pyte
         assert torch.equal(loaded.model.norm.weight, base.model.norm.weight)
     assert torch.equal(*scores)
     assert 0.5 < scores[0].std() / base.config.initializer_range < 1.5
-    assert "the checkpoint lacks weights, which are random" in caplog.text
+    assert "the checkpoint lacks weights, which transformers has initialised" in caplog.text
     assert "score.weight" in caplog.text
+
+
+def test_positions_that_a_checkpoint_lacks(tmp_path: Path) -> None:
+    """transformers computes sinusoids, which published checkpoints of Pegasus lack."""
+    model: Any = zoo_model("PegasusForConditionalGeneration")
+    table = transformers.PegasusForConditionalGeneration(model.config).model.encoder.embed_positions.weight
+    name = "model.encoder.embed_positions.weight"
+    model.save_pretrained(tmp_path, state_dict={key: one for key, one in model.state_dict().items() if key != name})
+    assert torch.equal(load_model(tmp_path).model.encoder.embed_positions.weight, table)
 
 
 def test_a_class_whose_loading_has_no_information(base: Any, tmp_path: Path) -> None:
